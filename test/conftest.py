@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: real recordings, and an environment that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def _data_dir() -> Path:
+    return Path(os.environ.get('TT_PERCEPTION_TEST_DATA') or _CHECKOUT.parent / 'shared' / 'data')
+
+
+@pytest.fixture(scope='session')
+def data_dir() -> Path:
+    """Return the folder with real recordings, or skip."""
+    folder = _data_dir()
+    if not folder.is_dir():
+        pytest.skip(f'no recordings: TT_PERCEPTION_TEST_DATA names no folder, and {folder} '
+                    'does not exist')
+    return folder
+
+
+@pytest.fixture(scope='session')
+def small_artifact(tmp_path_factory) -> Path:
+    """Return an artifact with a small grid, narrow layers and seeded weights."""
+    from tt_perception.bevfusion.seeded import (grid_of, seeded_network, small_config,
+                                                write_artifact)
+    _, network = small_config()
+    folder = tmp_path_factory.mktemp('small_artifact')
+    write_artifact(seeded_network(network), grid_of(network), folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def full_artifact(tmp_path_factory) -> Path:
+    """Return an artifact of the released network's size, with seeded weights."""
+    from tt_perception.bevfusion.seeded import make_artifact
+    folder = tmp_path_factory.mktemp('full_artifact')
+    make_artifact(folder, seed=0)
+    return folder
