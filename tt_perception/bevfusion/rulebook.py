@@ -1,43 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows meet in the sparse convolutions: the gather tables of the 8 distinct rulebooks.
+"""The eight gather tables of the sparse encoder: which input row feeds which output row.
 
-Every level keeps a dense table over its columns of cells along z: a 64-bit word that says which
-cells are active, and the row of the first of them. Rows are sorted by x, then y, then z, so the
-row of any cell is its column's first row plus the number of active cells below it. Where a
-convolution with stride puts its outputs follows from shifts of the same words. Nothing is hashed
-or sorted, and only columns that were in use are cleared.
+The encoder has 21 sparse convolutions but only eight distinct rulebooks: one for the submanifold
+convolutions of each of four levels, one for each of the three down-sampling convolutions between
+them, and one for the last convolution along z.
+
+How a level is kept: active sites are grouped into columns along z. A bitmap over (x, y) tells
+which columns are occupied; counting its bits up to a column (a rank) gives the column's index in
+compact arrays, where a 64-bit mask holds the column's active cells and a number the row of its
+lowest site. The row of any site is then a bit test and a count of bits, and since bitmap, columns
+and masks are ordered by x, y and z, so are the rows. Everything is computed anew for each frame:
+a refused frame leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from tt_perception.bevfusion.config import MAX_COLUMN_CELLS, NetworkConfig
+from tt_perception.runtime import pool
 from tt_perception.runtime.errors import CapacityError, ConfigError, InputError
 from tt_perception.runtime.jit import kernel
-from tt_perception.runtime.pool import shared
-
-_COLUMNS_PER_CALL = 1024
 
 
 class Geometry(NamedTuple):
-    """A sparse convolution with three kernel offsets along z; x and y are alike."""
+    """Kernel, stride and padding of a sparse convolution; x and y are alike, z has 3 taps."""
 
     kernel_xy: int
     stride_xy: int
     pad_xy: int
     stride_z: int
     pad_z: int
-
-    @property
-    def kernel_volume(self) -> int:
-        """Number of kernel offsets."""
-        return 3 * self.kernel_xy ** 2
 
 
 SUBMANIFOLD = Geometry(3, 1, 1, 1, 1)
@@ -47,17 +44,16 @@ OUT = Geometry(1, 1, 0, 2, 0)
 
 @dataclass(frozen=True)
 class Rulebooks:
-    """The gather tables of all sparse convolutions of one frame.
+    """Sites and gather tables of one frame; views of the builder's buffers, see its call.
 
-    Rows of each level are its active sites, sorted by x, then y, then z. An entry of a table is a
-    row of the input level, or -1; its column is ``k = (kx * Ky + ky) * Kz + kz``. All arrays are
-    views of the builder's buffers, valid until its next call.
+    Rows are sorted by x, then y, then z on every level. A table holds, for each output row and
+    each kernel offset ``k = (kx * Ky + ky) * Kz + kz``, the row of the input level, or -1.
 
-    :ivar order: int32 [n]: index of each row of level 1 among the voxels that were given.
-    :ivar coords_xyz: int32 [n_level, 3] of levels 1 to 4 and of the output.
-    :ivar subm: int32 [n_level, 27] of levels 1 to 4: submanifold convolutions.
-    :ivar down: int32 [n_level, 27] of levels 2 to 4: convolutions from the level before.
-    :ivar out: int32 [n_out, 3]: the convolution from level 4 to the output.
+    :ivar order: int32 [n1], the voxel that each row of level 1 is.
+    :ivar coords_xyz: five int32 [n, 3]: levels 1 to 4, then the output of the last convolution.
+    :ivar subm: four int32 [n, 27], submanifold 3 x 3 x 3 on levels 1 to 4.
+    :ivar down: three int32 [n, 27], rows of levels 2 to 4 from the level before.
+    :ivar out: int32 [n_out, 3], output rows from level 4.
     """
 
     order: np.ndarray
@@ -73,332 +69,335 @@ class Rulebooks:
 
 
 class RulebookBuilder:
-    """Builds the rulebooks of frames of one network, one frame at a time, in its own buffers."""
+    """Builds the rulebooks of one network, frame after frame, in the same buffers.
 
-    def __init__(self, network: NetworkConfig) -> None:
-        """Reserve address space for the largest frame; memory follows as frames need it.
+    Buffers have their full size from the start; the system gives memory only to the part that
+    frames have used.
 
-        :raises ConfigError: more cells along z than a word has room for.
-        """
+    :raises ConfigError: a spatial shape that the encoder cannot have.
+    """
+
+    def __init__(self, network: NetworkConfig):
         shapes = network.level_shapes_xyz
-        if shapes[0][2] > MAX_COLUMN_CELLS:
-            raise ConfigError(f'spatial_shape_xyz: found {shapes[0][2]} cells along z, '
-                              f'expected at most {MAX_COLUMN_CELLS}')
-        caps = network.level_capacities
-        self._order = np.empty(caps[0], np.int32)
-        self._levels = [_Level(f'level {i + 1}', shape, cap)
-                        for i, (shape, cap) in enumerate(zip(shapes, caps))]
-        # At most one output per column and level-4 site: the output needs no limit of its own.
-        self._output = _Level('output', shapes[4], 2 * caps[3])
-        self._subm = [_table(cap, SUBMANIFOLD) for cap in caps]
-        self._down = [_table(cap, geometry) for cap, geometry in zip(caps[1:], DOWN)]
-        self._out = _table(2 * caps[3], OUT)
+        if min(min(shape) for shape in shapes) < 1 or shapes[0][2] > MAX_COLUMN_CELLS:
+            raise ConfigError(f'spatial_shape_xyz: found {shapes[0]}, expected at most '
+                              f'{MAX_COLUMN_CELLS} cells along z and a cell left on each level; '
+                              f'the levels would be {shapes[1:]}')
+        capacities = (*network.level_capacities, math.prod(shapes[-1]))
+        names = ('level 1', 'level 2', 'level 3', 'level 4', 'output')
+        self._levels = [_Level(*args) for args in zip(names, shapes, capacities, strict=True)]
+        self._order = np.empty(capacities[0], np.int32)
+        self._subm = [np.empty((rows, 27), np.int32) for rows in capacities[:4]]
+        self._down = [np.empty((rows, 27), np.int32) for rows in capacities[1:4]]
+        self._out = np.empty((capacities[4], 3), np.int32)
 
     def __call__(self, coords_zyx: np.ndarray) -> Rulebooks:
-        """Build the rulebooks of one frame.
+        """Build all rulebooks; the result is valid until the next call.
 
-        :param coords_zyx: int32 [n, 3], different active cells of level 1.
-        :raises InputError: reason ``voxels``: another shape or type, a cell outside of the grid,
-            or one that is there twice.
-        :raises CapacityError: a level has more active rows than its capacity.
+        :param coords_zyx: int32 [n, 3], distinct cells.
+        :raises InputError: a cell outside the spatial shape, a cell given twice, another shape.
+        :raises CapacityError: a level has more active rows than its buffers hold.
         """
-        first = self._levels[0]
-        self._check(coords_zyx)
-        for level in (*self._levels, self._output):
-            level.clear()
-        first.activate_cells(coords_zyx)
-        if first.number_rows() != len(coords_zyx):
-            raise InputError(f'voxels: found {len(coords_zyx) - first.num_rows} cells twice, '
-                             'expected different ones', reason='voxels')
-        order = self._order[:len(coords_zyx)]
-        shared().run(_rows_of_cells, len(coords_zyx), coords_zyx, first.size_y, first.words,
-                     first.first_rows, order)
-        for source, target, geometry in zip(self._levels, self._levels[1:], DOWN):
-            target.activate_outputs(source, geometry)
-            target.number_rows()
-        self._output.activate_outputs(self._levels[3], OUT)
-        self._output.number_rows()
+        if coords_zyx.dtype != np.int32 or coords_zyx.ndim != 2 or coords_zyx.shape[1] != 3:
+            raise InputError(f'coords_zyx: found {coords_zyx.dtype} {list(coords_zyx.shape)}, '
+                             'expected int32 [n, 3]', reason='layout')
+        coords_zyx = np.require(coords_zyx, requirements=('C', 'W'))  # one compiled type
+        levels = self._levels
+        order = levels[0].place(coords_zyx, self._order)
+        for source, target, geometry in zip(levels[:4], levels[1:], (*DOWN, OUT), strict=True):
+            target.convolve_sites(source, geometry)
+        subm = zip(levels[:4], levels[:4], [SUBMANIFOLD] * 4, self._subm, strict=True)
+        down = zip(levels[:3], levels[1:4], DOWN, self._down, strict=True)
         return Rulebooks(
             order=order,
-            coords_xyz=tuple(level.coords_xyz for level in (*self._levels, self._output)),
-            subm=tuple(_fill(table, level, level, SUBMANIFOLD)
-                       for table, level in zip(self._subm, self._levels)),
-            down=tuple(_fill(table, source, target, geometry) for table, source, target, geometry
-                       in zip(self._down, self._levels, self._levels[1:], DOWN)),
-            out=_fill(self._out, self._levels[3], self._output, OUT))
-
-    def _check(self, coords_zyx: np.ndarray) -> None:
-        if coords_zyx.dtype != np.int32 or coords_zyx.ndim != 2 or coords_zyx.shape[1] != 3:
-            raise InputError(f'voxels: found {coords_zyx.dtype} {list(coords_zyx.shape)}, '
-                             'expected int32 [n, 3]', reason='voxels')
-        first = self._levels[0]
-        first.check_capacity(len(coords_zyx))
-        outside = _first_outside(coords_zyx, *first.shape_xyz)
-        if outside >= 0:
-            raise InputError(f'voxels: found cell z, y, x {coords_zyx[outside].tolist()}, expected '
-                             f'one of {list(reversed(first.shape_xyz))}', reason='voxels')
+            coords_xyz=tuple(level.coords_xyz for level in levels),
+            subm=tuple(_gather(*args) for args in subm),
+            down=tuple(_gather(*args) for args in down),
+            out=_gather(levels[3], levels[4], OUT, self._out),
+        )
 
 
 class _Level:
-    """The active sites of one level.
+    """The active sites of one level and the index structure over them.
 
-    :ivar words: uint64 [X * Y], active cells of each column, bit z.
-    :ivar first_rows: int32 [X * Y], row of the lowest active cell of a column in use.
-    :ivar columns: int32 [columns in use], in the order of rows.
-    :ivar coords_xyz: int32 [rows, 3].
+    :ivar bits: uint64 [X, words], bit y % 64 of word y // 64 is set where column (x, y) is.
+    :ivar ranks: int32 [X, words], columns before the first one of each word.
+    :ivar columns_xy: int32 [columns, 2].
+    :ivar masks: uint64 [columns], bit z is set where site (x, y, z) is active. A mask may be 0:
+        a strided convolution without padding can leave a column empty.
+    :ivar starts: int32 [columns], row of the first site of each column.
     """
 
-    def __init__(self, name: str, shape_xyz: tuple[int, int, int], capacity: int) -> None:
+    def __init__(self, name: str, shape_xyz: tuple[int, int, int], capacity: int):
         self.name = name
         self.shape_xyz = shape_xyz
-        self.size_y = shape_xyz[1]
-        self.num_rows = 0
-        self._capacity = capacity
-        num_columns = shape_xyz[0] * shape_xyz[1]
-        self.words = np.zeros(num_columns, np.uint64)
-        self.first_rows = np.empty(num_columns, np.int32)
-        self._in_use = np.zeros((num_columns + 63) // 64, np.uint64)  # one bit a column
-        self._columns = np.empty(num_columns, np.int32)
+        self.capacity = capacity
+        x, y, _ = shape_xyz
+        words = -(-y // 64)
+        self.bits = np.empty((x, words), np.uint64)
+        self.ranks = np.empty((x, words), np.int32)
+        self.columns_xy = np.empty((x * y, 2), np.int32)
+        self.masks = np.empty(x * y, np.uint64)
+        self.starts = np.empty(x * y, np.int32)
         self._coords_xyz = np.empty((capacity, 3), np.int32)
-        self._num_columns = 0
-
-    @property
-    def columns(self) -> np.ndarray:
-        return self._columns[:self._num_columns]
+        self.num_rows = 0
 
     @property
     def coords_xyz(self) -> np.ndarray:
+        """Active sites, int32 [n, 3]."""
         return self._coords_xyz[:self.num_rows]
 
-    def clear(self) -> None:
-        """Forget the sites of the last frame."""
-        _clear_columns(self.columns, self.words, self._in_use)
-        self._num_columns = self.num_rows = 0
+    def place(self, coords_zyx: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Take voxels as the active sites; return the voxel of each row, a view of ``order``."""
+        n = len(coords_zyx)
+        self._check_capacity(n)
+        outside = _mark_columns(coords_zyx, *self.shape_xyz, self.bits)
+        if outside >= 0:
+            raise InputError(f'coords_zyx: found cell {tuple(coords_zyx[outside].tolist())}, '
+                             f'expected cells within {self.shape_xyz[::-1]}', reason='layout')
+        columns = self._list_columns()
+        _mark_cells(coords_zyx, self.bits, self.ranks, self.masks[:columns])
+        self._number_rows(columns)
+        if self.num_rows != n:
+            raise InputError(f'coords_zyx: found {n - self.num_rows} cells given twice, '
+                             'expected distinct cells', reason='layout')
+        pool.shared().run(_order_rows, n, coords_zyx, self.bits, self.ranks, self.masks,
+                          self.starts, order)
+        return order[:n]
 
-    def activate_cells(self, coords_zyx: np.ndarray) -> None:
-        """Activate the given cells; they lie inside the grid."""
-        self._num_columns = _activate_cells(coords_zyx, self.size_y, self.words, self._in_use,
-                                            self._columns)
+    def convolve_sites(self, source: _Level, geometry: Geometry) -> None:
+        """Take as the active sites those that a regular convolution of ``source`` reaches."""
+        if geometry.kernel_xy == 1:
+            self.bits[:] = source.bits
+        else:
+            _halve_columns(source.bits, self.shape_xyz[1], self.bits)
+        columns = self._list_columns()
+        pool.shared().run(_convolve_masks, columns, self.columns_xy, geometry, self.shape_xyz[2],
+                          source.bits, source.ranks, source.shape_xyz[1], source.masks,
+                          self.masks)
+        self._number_rows(columns)
 
-    def activate_outputs(self, source: _Level, geometry: Geometry) -> None:
-        """Activate every site that an active site of ``source`` reaches."""
-        self._num_columns = _activate_outputs(
-            source.columns, source.words, source.size_y, geometry, *self.shape_xyz, self.words,
-            self._in_use, self._columns)
+    def _list_columns(self) -> int:
+        return int(_list_columns(self.bits, self.ranks, self.columns_xy))
 
-    def number_rows(self) -> int:
-        """Sort the columns in use and give each active site its row; return their number.
+    def _number_rows(self, columns: int) -> None:
+        """Give each site its row, from the masks of as many columns."""
+        rows = int(_start_rows(self.masks[:columns], self.starts))
+        self._check_capacity(rows)
+        pool.shared().run(_list_rows, columns, self.columns_xy, self.masks, self.starts,
+                          self._coords_xyz)
+        self.num_rows = rows
 
-        :raises CapacityError: there are too many.
-        """
-        num_rows = _number_rows(self._in_use, self.words, self._columns, self.first_rows)
-        self.check_capacity(num_rows)
-        self.num_rows = num_rows
-        shared().run(_write_coords, self._num_columns, self.columns, self.words, self.first_rows,
-                     self.size_y, self._coords_xyz, grain=_COLUMNS_PER_CALL)
-        return num_rows
-
-    def check_capacity(self, num_rows: int) -> None:
-        """Refuse more rows than there is room for."""
-        if num_rows > self._capacity:
-            raise CapacityError(f'sparse {self.name}: found {num_rows} active sites, expected at '
-                                f'most {self._capacity}')
-
-
-def _table(rows: int, geometry: Geometry) -> np.ndarray:
-    return np.empty((rows, geometry.kernel_volume), np.int32)
+    def _check_capacity(self, rows: int) -> None:
+        if rows > self.capacity:
+            raise CapacityError(f'{self.name}: found {rows} active rows, '
+                                f'expected at most {self.capacity}')
 
 
-def _fill(table: np.ndarray, source: _Level, target: _Level, geometry: Geometry) -> np.ndarray:
-    """Fill the first rows of a gather table and return them."""
-    fill = _fill_table if geometry.kernel_xy == 3 else _fill_column_table
-    shared().run(fill, len(target.columns), target.columns, target.words, target.first_rows,
-                 target.size_y, source.words, source.first_rows, source.shape_xyz[0],
-                 source.size_y, geometry, table, grain=_COLUMNS_PER_CALL)
+def _gather(source: _Level, target: _Level, geometry: Geometry, table: np.ndarray) -> np.ndarray:
+    """Fill the gather table of the rows of ``target``; return the view that holds them."""
+    pool.shared().run(_find_inputs, target.num_rows, target.coords_xyz, geometry, source.bits,
+                      source.ranks, source.shape_xyz[1], source.masks, source.starts, table)
     return table[:target.num_rows]
 
 
-@intrinsic
-def _count_ones(typing_context, word):
-    """Return the number of set bits of a uint64."""
-    def generate(context, builder, signature, arguments):
-        return builder.ctpop(arguments[0])
-    return types.uint64(types.uint64), generate
+# Compiled part. Masks are uint64 throughout: numba would turn a mix with int64 into float64.
 
-
-@intrinsic
-def _lowest_one(typing_context, word):
-    """Return the index of the lowest set bit of a uint64 that has one."""
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], context.get_constant(types.boolean, True))
-    return types.uint64(types.uint64), generate
+_ONE = np.uint64(1)
+_THREE_TAPS = np.uint64(7)
+_EVEN = np.uint64(0x5555555555555555)
 
 
 @kernel
-def _below(bit):
-    """Return a word with all bits below ``bit``."""
-    return (np.uint64(1) << np.uint64(bit)) - np.uint64(1)
+def _count_bits(word):
+    """Return how many bits of a uint64 are set; LLVM knows this form as one instruction."""
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    word = ((word & np.uint64(0x3333333333333333))
+            + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333)))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int32((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
 @kernel
-def _first_outside(coords_zyx, size_x, size_y, size_z):
-    """Return the index of the first cell outside of the grid, -1 if there is none."""
-    for i in range(len(coords_zyx)):
-        z, y, x = coords_zyx[i, 0], coords_zyx[i, 1], coords_zyx[i, 2]
-        if not (0 <= z < size_z and 0 <= y < size_y and 0 <= x < size_x):
-            return i
+def _lowest_bit(word):
+    """Return the index of the lowest set bit of a uint64 that is not 0."""
+    return _count_bits((word - _ONE) & ~word)
+
+
+@kernel
+def _below(index):
+    """Return the mask of all bits below ``index``, which is 0 to 63."""
+    return (_ONE << np.uint64(index)) - _ONE
+
+
+@kernel
+def _pack_even_bits(word):
+    """Move bits 0, 2, 4, ... of a uint64 to bits 0, 1, 2, ...; the odd ones are dropped."""
+    word &= _EVEN
+    word = (word | (word >> np.uint64(1))) & np.uint64(0x3333333333333333)
+    word = (word | (word >> np.uint64(2))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
+    word = (word | (word >> np.uint64(8))) & np.uint64(0x0000FFFF0000FFFF)
+    return (word | (word >> np.uint64(16))) & np.uint64(0x00000000FFFFFFFF)
+
+
+@kernel
+def _find_column(x, y, size_y, bits, ranks):
+    """Return the index of column (x, y), or -1 where none is; x and y may be out of range."""
+    if x < 0 or x >= len(bits) or y < 0 or y >= size_y:
+        return -1
+    word = bits[x, y >> 6]
+    if (word >> np.uint64(y & 63)) & _ONE:
+        return ranks[x, y >> 6] + _count_bits(word & _below(y & 63))
     return -1
 
 
 @kernel
-def _activate(column, word, words, in_use, columns, num_columns):
-    """Add active cells to a column; return the number of columns in use."""
-    if words[column] == 0:
-        columns[num_columns] = column
-        num_columns += 1
-        in_use[column >> 6] |= np.uint64(1) << np.uint64(column & 63)
-    words[column] |= word
-    return num_columns
-
-
-@kernel
-def _activate_cells(coords_zyx, size_y, words, in_use, columns):
-    num_columns = 0
+def _mark_columns(coords_zyx, size_x, size_y, size_z, bits):
+    """Set the bitmap of the columns of all cells; return the first cell out of range, or -1."""
+    bits[:] = 0
     for i in range(len(coords_zyx)):
-        column = coords_zyx[i, 2] * size_y + coords_zyx[i, 1]
-        num_columns = _activate(column, np.uint64(1) << np.uint64(coords_zyx[i, 0]), words,
-                                in_use, columns, num_columns)
-    return num_columns
+        z, y, x = coords_zyx[i, 0], coords_zyx[i, 1], coords_zyx[i, 2]
+        if x < 0 or x >= size_x or y < 0 or y >= size_y or z < 0 or z >= size_z:
+            return i
+        bits[x, y >> 6] |= _ONE << np.uint64(y & 63)
+    return -1
 
 
 @kernel
-def _reached(word, stride, pad, size):
-    """Return the active cells along z behind a convolution with three offsets."""
-    word <<= np.uint64(pad)
-    word |= word >> np.uint64(1) | word >> np.uint64(2)  # any of the three
-    if stride == 2:  # keep every other bit and move them together
-        word &= np.uint64(0x5555555555555555)
-        word = (word | word >> np.uint64(1)) & np.uint64(0x3333333333333333)
-        word = (word | word >> np.uint64(2)) & np.uint64(0x0f0f0f0f0f0f0f0f)
-        word = (word | word >> np.uint64(4)) & np.uint64(0x00ff00ff00ff00ff)
-        word = (word | word >> np.uint64(8)) & np.uint64(0x0000ffff0000ffff)
-        word = (word | word >> np.uint64(16)) & np.uint64(0x00000000ffffffff)
-    return word & _below(size)
+def _halve_columns(source, size_y, bits):
+    """Set the bitmap of a 3 x 3 kernel with stride 2 and padding 1 over another bitmap.
+
+    Output column (x, y) is set where any of the input columns 2x - 1 to 2x + 1, 2y - 1 to 2y + 1
+    is.
+    """
+    size_x, words = bits.shape
+    source_x, source_words = source.shape
+    for x in range(size_x):
+        carry = np.uint64(0)
+        for word in range(words):
+            pair = np.uint64(0)
+            for half in range(2):
+                w = 2 * word + half
+                near = np.uint64(0)
+                if w < source_words:
+                    for i in range(max(2 * x - 1, 0), min(2 * x + 2, source_x)):
+                        near |= source[i, w]
+                spread = near | (near << _ONE) | (near >> _ONE) | carry
+                carry = near >> np.uint64(63)
+                pair |= _pack_even_bits(spread) << np.uint64(32 * half)
+            bits[x, word] = pair
+        if size_y & 63:
+            bits[x, words - 1] &= _below(size_y & 63)
 
 
 @kernel
-def _activate_outputs(source_columns, source_words, source_size_y, geometry, size_x, size_y,
-                      size_z, words, in_use, columns):
-    kernel_xy, stride, pad, stride_z, pad_z = geometry
-    num_columns = 0
-    for source in source_columns:
-        x, y = source // source_size_y + pad, source % source_size_y + pad
-        word = _reached(source_words[source], stride_z, pad_z, size_z)
-        if word == 0:
-            continue
-        for kx in range(kernel_xy):
-            if x < kx or (x - kx) % stride or (x - kx) // stride >= size_x:
-                continue
-            for ky in range(kernel_xy):
-                if y < ky or (y - ky) % stride or (y - ky) // stride >= size_y:
-                    continue
-                column = (x - kx) // stride * size_y + (y - ky) // stride
-                num_columns = _activate(column, word, words, in_use, columns, num_columns)
-    return num_columns
+def _list_columns(bits, ranks, columns_xy):
+    """Rank the bitmap and list its columns by x, then y; return how many there are."""
+    count = np.int32(0)
+    for x in range(bits.shape[0]):
+        for w in range(bits.shape[1]):
+            ranks[x, w] = count
+            word = bits[x, w]
+            while word:
+                columns_xy[count, 0] = x
+                columns_xy[count, 1] = (w << 6) + _lowest_bit(word)
+                count += np.int32(1)
+                word &= word - _ONE
+    return count
 
 
 @kernel
-def _number_rows(in_use, words, columns, first_rows):
-    """List the columns in use in ascending order and give each its first row."""
-    row, found = 0, 0
-    for block in range(len(in_use)):
-        bits = in_use[block]
-        while bits:
-            column = (block << 6) + np.int64(_lowest_one(bits))
-            bits &= bits - np.uint64(1)
-            columns[found] = column
-            first_rows[column] = row
-            found += 1
-            row += np.int64(_count_ones(words[column]))
-    return row
+def _mark_cells(coords_zyx, bits, ranks, masks):
+    """Set the bits of all cells in the masks of their columns."""
+    masks[:] = 0
+    for i in range(len(coords_zyx)):
+        y, x = coords_zyx[i, 1], coords_zyx[i, 2]
+        column = ranks[x, y >> 6] + _count_bits(bits[x, y >> 6] & _below(y & 63))
+        masks[column] |= _ONE << np.uint64(coords_zyx[i, 0])
 
 
 @kernel
-def _write_coords(begin, end, columns, words, first_rows, size_y, coords_xyz):
-    for column in columns[begin:end]:
-        row, word = first_rows[column], words[column]
-        while word:
-            coords_xyz[row, 0] = column // size_y
-            coords_xyz[row, 1] = column % size_y
-            coords_xyz[row, 2] = _lowest_one(word)
-            word &= word - np.uint64(1)
+def _convolve_masks(begin, end, columns_xy, geometry, size_z, source_bits, source_ranks,
+                    source_size_y, source_masks, masks):
+    """Write the masks of a range of columns: cells from which the kernel reaches an input."""
+    kernel_xy, stride_xy, pad_xy, _, pad_z = geometry
+    for column in range(begin, end):
+        x = columns_xy[column, 0] * stride_xy - pad_xy
+        y = columns_xy[column, 1] * stride_xy - pad_xy
+        cells = np.uint64(0)
+        for i in range(kernel_xy):
+            for j in range(kernel_xy):
+                near = _find_column(x + i, y + j, source_size_y, source_bits, source_ranks)
+                if near >= 0:
+                    cells |= source_masks[near]
+        cells <<= np.uint64(pad_z)  # now output cell z takes input cells 2z, 2z + 1 and 2z + 2
+        cells |= (cells >> np.uint64(1)) | (cells >> np.uint64(2))
+        masks[column] = _pack_even_bits(cells) & _below(size_z)
+
+
+@kernel
+def _start_rows(masks, starts):
+    """Write the first row of each column; return the number of rows."""
+    rows = np.int32(0)
+    for column in range(len(masks)):
+        starts[column] = rows
+        rows += _count_bits(masks[column])
+    return rows
+
+
+@kernel
+def _list_rows(begin, end, columns_xy, masks, starts, coords_xyz):
+    """Write the sites of a range of columns."""
+    for column in range(begin, end):
+        row = starts[column]
+        cells = masks[column]
+        while cells:
+            coords_xyz[row, 0] = columns_xy[column, 0]
+            coords_xyz[row, 1] = columns_xy[column, 1]
+            coords_xyz[row, 2] = _lowest_bit(cells)
             row += 1
+            cells &= cells - _ONE
 
 
 @kernel
-def _rows_of_cells(begin, end, coords_zyx, size_y, words, first_rows, order):
+def _order_rows(begin, end, coords_zyx, bits, ranks, masks, starts, order):
+    """Write which of a range of voxels each row is."""
     for i in range(begin, end):
-        column = coords_zyx[i, 2] * size_y + coords_zyx[i, 1]
-        below = words[column] & _below(coords_zyx[i, 0])
-        order[first_rows[column] + np.int64(_count_ones(below))] = i
+        z, y, x = coords_zyx[i, 0], coords_zyx[i, 1], coords_zyx[i, 2]
+        column = ranks[x, y >> 6] + _count_bits(bits[x, y >> 6] & _below(y & 63))
+        order[starts[column] + _count_bits(masks[column] & _below(z))] = i
 
 
 @kernel
-def _three_rows(word, first_row, z, table, row, k):
-    """Write the rows of bits z to z + 2 of a column to three neighbouring entries."""
-    found = first_row + np.int32(_count_ones(word & _below(z)))
-    window = word >> np.uint64(z)
-    for offset in range(3):
-        here = np.int32(window >> np.uint64(offset) & np.uint64(1))
-        table[row, k + offset] = found if here else np.int32(-1)
-        found += here
+def _find_inputs(begin, end, coords_xyz, geometry, source_bits, source_ranks, source_size_y,
+                 source_masks, source_starts, table):
+    """Write the input row for each kernel offset of a range of output rows, -1 for none.
 
-
-@kernel
-def _fill_table(begin, end, columns, words, first_rows, size_y, source_words, source_first_rows,
-                source_size_x, source_size_y, geometry, table):
-    """Fill the table rows of a range of output columns, for a kernel of 3 x 3 x 3."""
-    _, stride, pad, stride_z, pad_z = geometry
-    near_words = np.empty(9, np.uint64)
-    near_rows = np.empty(9, np.int32)
-    for column in columns[begin:end]:
-        x, y = column // size_y * stride - pad, column % size_y * stride - pad
-        for k in range(9):
-            near_x, near_y = x + k // 3, y + k % 3
-            near_words[k] = 0
-            if 0 <= near_x < source_size_x and 0 <= near_y < source_size_y:
-                near = near_x * source_size_y + near_y
-                near_words[k] = source_words[near] << np.uint64(pad_z)
-                near_rows[k] = source_first_rows[near]
-        row, word = first_rows[column], words[column]
-        while word:
-            z = np.int64(_lowest_one(word)) * stride_z
-            word &= word - np.uint64(1)
-            for k in range(9):
-                if near_words[k]:
-                    _three_rows(near_words[k], near_rows[k], z, table, row, 3 * k)
-                else:
-                    table[row, 3 * k] = table[row, 3 * k + 1] = table[row, 3 * k + 2] = -1
-            row += 1
-
-
-@kernel
-def _fill_column_table(begin, end, columns, words, first_rows, size_y, source_words,
-                       source_first_rows, source_size_x, source_size_y, geometry, table):
-    """Do the same for a kernel of 1 x 1 x 3, whose inputs are in the column of the output."""
-    stride_z, pad_z = geometry[3], geometry[4]
-    for column in columns[begin:end]:
-        source = source_words[column] << np.uint64(pad_z)
-        row, word = first_rows[column], words[column]
-        while word:
-            z = np.int64(_lowest_one(word)) * stride_z
-            word &= word - np.uint64(1)
-            _three_rows(source, source_first_rows[column], z, table, row, 0)
-            row += 1
-
-
-@kernel
-def _clear_columns(columns, words, in_use):
-    for column in columns:
-        words[column] = 0
-        in_use[column >> 6] = 0
+    Rows of one column follow each other, so its input columns are looked up once.
+    """
+    kernel_xy, stride_xy, pad_xy, stride_z, pad_z = geometry
+    near_masks = np.zeros(kernel_xy * kernel_xy, np.uint64)
+    near_starts = np.zeros(kernel_xy * kernel_xy, np.int32)
+    last_x, last_y = np.int32(-1), np.int32(-1)
+    for row in range(begin, end):
+        x, y = coords_xyz[row, 0], coords_xyz[row, 1]
+        if x != last_x or y != last_y:
+            last_x, last_y = x, y
+            for i in range(kernel_xy):
+                for j in range(kernel_xy):
+                    near = _find_column(x * stride_xy - pad_xy + i, y * stride_xy - pad_xy + j,
+                                        source_size_y, source_bits, source_ranks)
+                    tap = i * kernel_xy + j
+                    near_masks[tap] = 0
+                    if near >= 0:
+                        near_masks[tap] = source_masks[near] << np.uint64(pad_z)
+                        near_starts[tap] = source_starts[near]
+        first_z = coords_xyz[row, 2] * stride_z  # padded; the taps are this bit and the next two
+        for tap in range(kernel_xy * kernel_xy):
+            source = near_starts[tap] + _count_bits(near_masks[tap] & _below(first_z))
+            hits = (near_masks[tap] >> np.uint64(first_z)) & _THREE_TAPS
+            for k in range(3):
+                hit = np.int32((hits >> np.uint64(k)) & _ONE)
+                table[row, 3 * tap + k] = source if hit else -1
+                source += hit

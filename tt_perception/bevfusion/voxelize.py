@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from tt_perception.bevfusion.config import GridConfig
 from tt_perception.runtime import pool
 from tt_perception.runtime.errors import ConfigError, InputError
+from tt_perception.runtime.jit import kernel
 
 MAX_CELLS = 2 ** 31  # cell ids are int32
 
@@ -76,13 +76,10 @@ class Voxelizer:
         is dropped unless that is within the grid. Non-finite points are thus dropped, too.
 
         :param points: float32 [m, F] with F as the grid has it: x, y, z (m), ..., time lag (s).
-        :raises InputError: an array of another shape.
+        :raises InputError: an array of another type or shape.
         """
-        features = self._grid.num_features
-        if points.ndim != 2 or points.shape[1] != features:
-            raise InputError(f'points: found an array of shape {points.shape}, '
-                             f'expected [m, {features}]', reason='layout')
-        points = np.require(points, np.float32, ('C', 'W'))  # one compiled type
+        _check(points, self._grid.num_features)
+        points = np.require(points, requirements=('C', 'W'))  # one compiled type
         m = len(points)
         slots = self._reserve(m)
         cell_of_point, voxel_of_point = self._cell_of_point[:m], self._voxel_of_point[:m]
@@ -96,7 +93,7 @@ class Voxelizer:
         threads.run(_average, n, points, voxel_of_point, self._first_point, self._range_min,
                     self._voxel_size, self._grid.max_points_per_voxel, self._features,
                     self._num_points, self._coords_zyx,
-                    grain=max(-(-n // threads.threads), pool.ROWS_PER_CALL))
+                    grain=max(n // threads.threads, pool.ROWS_PER_CALL))
         return Voxels(self._features[:n], self._coords_zyx[:n], self._num_points[:n],
                       num_cells_clipped=occupied - n, clipped=n >= self._grid.max_voxels)
 
@@ -112,13 +109,19 @@ class Voxelizer:
         return slots
 
 
-@njit(cache=True, nogil=True, error_model='numpy')
+def _check(points: np.ndarray, features: int) -> None:
+    if points.dtype != np.float32 or points.ndim != 2 or points.shape[1] != features:
+        raise InputError(f'points: found {points.dtype} {list(points.shape)}, '
+                         f'expected float32 [m, {features}]', reason='layout')
+
+
+@kernel(error_model='numpy')
 def _cell(p, low, size):
     """Return the cell of a coordinate along its axis, as float32; it may lie outside the grid."""
     return np.floor((p - low) / size)
 
 
-@njit(cache=True, nogil=True, error_model='numpy')
+@kernel(error_model='numpy')
 def _cell_id(x, y, z, blocks_y, blocks_z):
     """Return one number for a cell; the low bits tell the cells of a 2 x 2 x 2 block apart.
 
@@ -130,7 +133,7 @@ def _cell_id(x, y, z, blocks_y, blocks_z):
     return np.int32(block << 3 | (x & one) << 2 | (y & one) << 1 | z & one)
 
 
-@njit(cache=True, nogil=True, error_model='numpy')
+@kernel(error_model='numpy')
 def _find_cells(begin, end, points, low, size, cells, cell_of_point):
     """Write the cell id of each point, or -1 for a point outside the grid.
 
@@ -157,7 +160,7 @@ def _find_cells(begin, end, points, low, size, cells, cell_of_point):
             ids[i] = cell if inside else np.int32(-1)
 
 
-@njit(cache=True, nogil=True, error_model='numpy')
+@kernel(error_model='numpy')
 def _first_slot(cell, shift):
     """Return where to look for a cell first: the hashed block, and in it the cell's own place."""
     block = np.uint32(cell) >> np.uint32(_BLOCK_BITS)
@@ -165,7 +168,7 @@ def _first_slot(cell, shift):
     return np.int64(spread) << _BLOCK_BITS | np.int64(cell & 7)
 
 
-@njit(cache=True, nogil=True, error_model='numpy')
+@kernel(error_model='numpy')
 def _number_cells(cell_of_point, slots, shift, cell_of_voxel, first_point, voxel_of_point):
     """Give each point the number of its voxel, or -1; voxels are numbered by first appearance.
 
@@ -197,7 +200,7 @@ def _number_cells(cell_of_point, slots, shift, cell_of_voxel, first_point, voxel
     return occupied
 
 
-@njit(cache=True, nogil=True, error_model='numpy')
+@kernel(error_model='numpy')
 def _average(begin, end, points, voxel_of_point, first_point, low, size, max_points,
              features, num_points, coords_zyx):
     """Write mean, number of points and coordinates of the voxels of a range.

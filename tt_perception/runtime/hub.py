@@ -49,7 +49,7 @@ def fetch(repo_id: str, revision: str, sha256: Mapping[str, str], *,
     return paths
 
 
-def sha256_of(path: Path) -> str:
+def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, 'rb') as file:
@@ -60,7 +60,7 @@ def sha256_of(path: Path) -> str:
 
 def _verify(name: str, path: Path, expected: str) -> None:
     try:
-        found = sha256_of(path)
+        found = _sha256(path)
     except OSError as error:
         raise ArtifactError(f'{path}: cannot be read: {error.strerror}') from None
     if found != expected:

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python API: what goes in, what is refused, and that a refused frame changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from tt_perception import BEVFusion
+from tt_perception.bevfusion.cloud import Cloud
+from tt_perception.bevfusion.model import capacity_bucket
+from tt_perception.runtime.errors import ArtifactError, ConfigError, InputError, PerceptionError
+
+
+@pytest.fixture
+def artifact(small_artifact):
+    return small_artifact
+
+
+@pytest.fixture
+def model(artifact):
+    with BEVFusion.from_pretrained(artifact) as model:
+        yield model
+
+
+def cloud(seed: int = 0, num_points: int = 6_000) -> np.ndarray:
+    """Return float32 [n, 3] inside the small grid."""
+    rng = np.random.default_rng(seed)
+    points = rng.uniform((-12, -12, -2.5), (12, 12, 2.0), (num_points, 3))
+    points[: num_points // 2, 2] = -1.7 + rng.normal(0, 0.02, num_points // 2)
+    return points.astype(np.float32)
+
+
+def pose(x: float = 0.0, yaw: float = 0.0) -> np.ndarray:
+    """Return T_world_from_ego in map coordinates of some kilometres."""
+    matrix = np.eye(4)
+    matrix[:2, :2] = [[math.cos(yaw), -math.sin(yaw)], [math.sin(yaw), math.cos(yaw)]]
+    matrix[:3, 3] = (5_000.0 + x, -1_200.0, 40.0)
+    return matrix
+
+
+def frame(stamp_s: float, x: float = 0.0, **more) -> dict:
+    return {'id': 'top', 'timestamp_s': stamp_s, 'T_world_from_ego': pose(x), **more}
+
+
+def assert_equal(a, b) -> None:
+    for name in ('boxes_xyzlwh_yaw', 'velocities_xy', 'scores', 'labels',
+                 'orientation_availability', 'proposal_ids'):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+def test_a_seeded_network_detects_something(model):
+    detections = model(cloud())
+    assert len(detections) > 3
+    assert (np.diff(detections.scores) <= 0).all()
+    assert np.isfinite(detections.boxes_xyzlwh_yaw).all()
+
+
+def test_every_form_of_the_same_points_gives_the_same_bits(model, tmp_path):
+    points = cloud()
+    expected = model(points)
+    with_intensity = np.column_stack([points, np.zeros(len(points), np.float32)])
+    with_intensity.tofile(tmp_path / 'cloud.bin')
+    np.save(tmp_path / 'cloud.npy', points)
+    np.savez(tmp_path / 'cloud.npz', points=points)
+    header = (f'VERSION .7\nFIELDS x y z\nSIZE 4 4 4\nTYPE F F F\nCOUNT 1 1 1\n'
+              f'WIDTH {len(points)}\nHEIGHT 1\nPOINTS {len(points)}\nDATA binary\n')
+    (tmp_path / 'cloud.pcd').write_bytes(header.encode() + points.tobytes())
+    for form in (points.astype(np.float64), torch.from_numpy(points), points.tolist(),
+                 {'x': points[:, 0], 'y': points[:, 1], 'z': points[:, 2]},
+                 Cloud(points, 0, len(points), points), with_intensity,
+                 *(tmp_path / f'cloud.{kind}' for kind in ('bin', 'npy', 'npz', 'pcd')),
+                 str(tmp_path / 'cloud.pcd')):
+        assert_equal(model(form), expected)
+
+
+def test_non_finite_points_are_dropped_and_counted(model):
+    points = cloud()
+    dirty = np.insert(points, [0, 10, 500], np.float32([np.nan, np.inf, 1.0]), axis=0)
+    detections = model(dirty)
+    assert_equal(detections, model(points))
+    assert detections.meta['num_points_dropped'] == 3
+
+
+def test_a_time_lag_column_says_that_the_cloud_is_densified(model):
+    now, before = cloud(1), cloud(2)
+    fused = model(now, sweeps=[{'points': before, 'time_lag_s': 0.1,
+                                'T_current_from_sweep': np.eye(4)}])
+    lag = np.repeat(np.float32([0, 0.1]), [len(now), len(before)])
+    points = np.column_stack([np.concatenate([now, before]), lag])
+    assert_equal(model(points, columns=('x', 'y', 'z', 'time_lag')), fused)
+    assert fused.meta['num_points_per_sweep'] == [len(now), len(before)]
+
+
+def test_a_stream_fuses_its_last_sweep_as_given_sweeps_do(model):
+    first, second = cloud(1), cloud(2)
+    alone = model(first, stream=frame(10.0))
+    assert_equal(alone, model(first))
+    assert alone.meta['num_sweeps'] == 1
+    relative = np.linalg.inv(pose(0.5)) @ pose(0.0)
+    fused = model(second, stream=frame(10.1, x=0.5))
+    assert fused.meta['num_sweeps'] == 2
+    expected = model(second, sweeps=[{'points': first, 'time_lag_s': 10.1 - 10.0,
+                                      'T_current_from_sweep': relative}])
+    assert fused.meta['num_voxels'] == expected.meta['num_voxels']
+    np.testing.assert_allclose(fused.scores, expected.scores, atol=1e-4)
+
+
+def test_streams_do_not_mix(model):
+    model(cloud(1), stream=frame(10.0))
+    other = model(cloud(2), stream={**frame(10.1), 'id': 'rear'})
+    assert other.meta['num_sweeps'] == 1
+    assert model(cloud(3), stream=frame(10.2)).meta['num_sweeps'] == 2
+
+
+@pytest.mark.parametrize('refused', [
+    {'points': cloud(5), 'stream': {'id': 'top', 'timestamp_s': 10.05}},
+    {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': None}},
+    {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': np.full((4, 4), np.nan)}},
+    {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': np.zeros((4, 4))}},
+    {'points': cloud(5), 'stream': {**frame(float('nan'))}},
+    {'points': np.empty((0, 3), np.float32), 'stream': frame(10.05)},
+    {'points': np.full((10, 3), np.nan, np.float32), 'stream': frame(10.05)},
+    {'points': np.zeros((10, 2), np.float32), 'stream': frame(10.05)},
+], ids=['no pose', 'pose None', 'pose NaN', 'pose zero', 'stamp NaN', 'empty', 'NaN', '2 columns'])
+def test_a_refused_frame_leaves_its_stream_as_it_was(model, refused):
+    model(cloud(1), stream=frame(10.0))
+    with pytest.raises(InputError):
+        model(refused['points'], stream=refused['stream'])
+    after = model(cloud(2), stream=frame(10.1, x=0.3))
+    model.reset_stream()
+    model(cloud(1), stream=frame(10.0))
+    assert_equal(after, model(cloud(2), stream=frame(10.1, x=0.3)))
+
+
+def test_a_cloud_outside_of_the_grid_is_refused_and_not_kept(model):
+    model(cloud(1), stream=frame(10.0))
+    with pytest.raises(InputError, match='voxels') as refusal:
+        model(cloud(2) + 500, sweeps=[])
+    assert refusal.value.reason == 'empty'
+
+
+def test_reset_forgets_the_past(model):
+    model(cloud(1), stream=frame(10.0))
+    assert model(cloud(2), stream=frame(10.1, reset=True)).meta['num_sweeps'] == 1
+    model.reset_stream('top')
+    assert model(cloud(2), stream=frame(10.2)).meta['num_sweeps'] == 1
+
+
+def test_there_are_at_most_sixteen_streams(model):
+    for i in range(16):
+        model(cloud(1, 500), stream={**frame(1.0), 'id': i})
+    with pytest.raises(InputError, match='16'):
+        model(cloud(1, 500), stream={**frame(1.0), 'id': 'one more'})
+    model.reset_stream(3)
+    model(cloud(1, 500), stream={**frame(1.0), 'id': 'one more'})
+
+
+@pytest.mark.parametrize('stream', [
+    7, {}, {'id': 'a'}, {'id': 'a', 'timestamp_s': 'now'}, {'id': 'a', 'timestamp_s': True},
+    {'id': [], 'timestamp_s': 1.0}, {'id': 'a', 'timestamp_s': 1.0, 'pose': None},
+])
+def test_a_malformed_stream_is_refused(model, stream):
+    with pytest.raises(InputError, match='stream'):
+        model(cloud(), stream=stream)
+
+
+@pytest.mark.parametrize('sweeps', [
+    7, [7], [{}], [{'points': cloud(), 'time_lag_s': 0.1}], [cloud()],
+    [{'points': cloud(), 'time_lag_s': None, 'T_current_from_sweep': np.eye(4)}],
+    [{'points': cloud(), 'time_lag_s': 0.1, 'T_current_from_sweep': np.eye(3)}],
+])
+def test_malformed_sweeps_are_refused(model, sweeps):
+    with pytest.raises(InputError):
+        model(cloud(), sweeps=sweeps)
+
+
+def test_a_stream_and_sweeps_together_are_refused(model):
+    with pytest.raises(InputError, match='stream: found sweeps'):
+        model(cloud(), sweeps=[], stream=frame(1.0))
+    with pytest.raises(InputError, match='stream: found a time_lag'):
+        model({**dict(zip('xyz', cloud().T)), 'time_lag': np.zeros(6_000)}, stream=frame(1.0))
+
+
+def test_thresholds_may_be_given_with_a_call(model):
+    usual = model(cloud())
+    limits = {'detection_score_thresholds.min_confidence_scores.' + name: [0.4] * 4
+              for name in model.config.class_names}
+    strict = model(cloud(), **limits)
+    assert (strict.scores >= 0.4).all()
+    assert len(strict) < len(usual)
+    assert_equal(model(cloud()), usual)
+
+
+@pytest.mark.parametrize(('name', 'value'), [
+    ('iou_nms_threshold', 1.5), ('iou_nms_threshold', 'a lot'), ('circle_nms_dist_threshold', -1),
+    ('voxel_size', [0.2, 0.2, 0.2]), ('no_such_parameter', 1),
+    ('detection_score_thresholds.distance_bin_upper_limits', [50.0, 40.0]),
+    ('detection_score_thresholds.min_confidence_scores.CAR', [0.1]),
+])
+def test_a_wrong_parameter_of_a_call_is_named(model, name, value):
+    with pytest.raises(ConfigError, match=name):
+        model(cloud(), **{name: value})
+
+
+@pytest.mark.parametrize(('name', 'value'), [
+    ('voxel_size', [0.17, 0, 0.2]), ('voxel_size', [0.17, -0.17, 0.2]),
+    ('voxel_size', [0.17, float('nan'), 0.2]), ('voxel_size', [0.17, 0.2]),
+    ('point_cloud_range', [1.0, 0, 0, 0, 1, 1]), ('num_proposals', 0), ('num_proposals', '5'),
+    ('voxels_num', [1, 5, 10_000_000]), ('no_such_parameter', 1),
+])
+def test_a_wrong_parameter_at_load_is_named(artifact, name, value):
+    with pytest.raises(ConfigError, match=name):
+        BEVFusion.from_pretrained(artifact, **{name: value})
+
+
+def test_parameters_of_another_network_are_refused(artifact):
+    with pytest.raises(ArtifactError, match='num_proposals'):
+        BEVFusion.from_pretrained(artifact, num_proposals=7)
+
+
+def test_an_unknown_backend_is_refused(artifact):
+    with pytest.raises(ConfigError, match='backend.*cuda'):
+        BEVFusion.from_pretrained(artifact, backend='cuda')
+
+
+def test_a_missing_artifact_is_named(tmp_path):
+    with pytest.raises(ArtifactError, match='nowhere'):
+        BEVFusion.from_pretrained(tmp_path / 'nowhere')
+
+
+def test_voxels_beyond_the_limit_are_clipped_and_reported(artifact):
+    with BEVFusion.from_pretrained(artifact, voxels_num=[1, 100, 300]) as model:
+        meta = model(cloud()).meta
+        assert meta['num_voxels'] == 300
+        assert meta['num_voxels_clipped'] > 0
+        assert meta['is_num_voxels_within_range'] is False
+        assert model(cloud(0, 100)).meta['is_num_voxels_within_range'] is True
+
+
+def test_the_result_is_plain_json_and_says_what_was_done(model):
+    points = cloud()
+    detections = model(points)
+    tree = json.loads(json.dumps(detections.to_dict()))
+    assert len(tree['objects']) == len(detections)
+    assert tree['objects'][0]['label'] == detections.label_names[0]
+    assert {'read', 'densify', 'voxelize', 'rulebook', 'forward', 'postprocess', 'finish',
+            'total'} <= tree['timing_ms'].keys()
+    stages = sum(ms for name, ms in tree['timing_ms'].items() if name != 'total')
+    assert stages <= tree['timing_ms']['total'] * 1.001
+    meta = tree['meta']
+    assert meta['num_points'] == len(points)
+    assert meta['active_rows'][0] == meta['num_voxels']
+    assert len(meta['active_rows']) == 5
+    assert meta['capacity_bucket'] == 0
+    counts = meta['postprocess']
+    assert counts['after_iou_nms'] == len(detections) <= counts['after_circle_nms'] \
+        <= counts['above_threshold'] <= counts['proposals'] == model.config.num_proposals
+
+
+@pytest.mark.parametrize(('rows', 'bucket'), [
+    ((64_000, 64_000, 32_000, 16_000), 0), ((64_001, 1, 1, 1), 1), ((1, 1, 1, 16_001), 1),
+    ((256_000, 256_000, 256_000, 162_000, 5), 2),
+])
+def test_the_smallest_bucket_that_holds_every_level_is_taken(rows, bucket):
+    assert capacity_bucket(rows) == bucket
+
+
+def test_calls_from_several_threads_give_the_same_bits_as_one_after_the_other(model):
+    clouds = [cloud(seed, 3_000) for seed in range(4)]
+    expected = [model(points) for points in clouds]
+    found: dict[int, list] = {i: [] for i in range(4)}
+
+    def work(i: int) -> None:
+        found[i] += [model(clouds[i]) for _ in range(4)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        assert len(found[i]) == 4
+        for detections in found[i]:
+            assert_equal(detections, expected[i])
+
+
+def test_close_may_be_repeated_and_ends_the_model(artifact):
+    model = BEVFusion.from_pretrained(artifact)
+    model.close()
+    model.close()
+    with pytest.raises(PerceptionError, match='closed'):
+        model(cloud())
+
+
+def test_close_waits_for_the_call_in_flight(artifact):
+    model = BEVFusion.from_pretrained(artifact)
+    inside, go_on, results = threading.Event(), threading.Event(), []
+    forward = model.forward
+
+    def slow_forward(prepared):
+        inside.set()
+        go_on.wait(10)
+        return forward(prepared)
+
+    model.forward = slow_forward
+    caller = threading.Thread(target=lambda: results.append(model(cloud())))
+    caller.start()
+    inside.wait(10)
+    closer = threading.Thread(target=model.close)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    go_on.set()
+    caller.join()
+    closer.join(10)
+    assert not closer.is_alive()
+    assert len(results[0]) > 0
+
+
+def test_the_state_of_the_model_can_be_asked(model, artifact):
+    info = model.info
+    assert info['backend'] == 'cpu'
+    assert info['source'] == str(artifact / 'bevfusion_lidar.onnx')
+    json.dumps(info)
+
+
+def test_strict_float32_differs_by_rounding_only(artifact):
+    with BEVFusion.from_pretrained(artifact, strict_float32=True) as strict, \
+            BEVFusion.from_pretrained(artifact) as exact:
+        for model in (strict, exact):
+            model(cloud(1), stream=frame(10.0))
+        a = strict(cloud(2), stream=frame(10.1, x=0.5)).meta
+        b = exact(cloud(2), stream=frame(10.1, x=0.5)).meta
+        assert a['num_points'] == b['num_points']
+        assert abs(a['num_voxels'] - b['num_voxels']) < 0.02 * b['num_voxels']
+
+
+def test_five_hundred_frames_allocate_nothing_that_stays(artifact):
+    """Host stages and a small network: no growth after frame 50."""
+    clouds = [cloud(seed, 5_000 + 97 * seed) for seed in range(7)]
+    with BEVFusion.from_pretrained(artifact) as model:
+        def run(frames: range) -> None:
+            for i in frames:
+                model(clouds[i % 7], stream=frame(i * 0.1, x=0.1 * i))
+
+        run(range(50))
+        gc.collect()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        run(range(50, 500))
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert after - before < 200_000
+
+
+def test_the_host_stages_allocate_no_large_array(artifact):
+    points = cloud(0, 60_000)
+    decoded = Cloud(points, 0, len(points), points)
+    with BEVFusion.from_pretrained(artifact) as model:
+        peaks = []
+
+        def forward(prepared):
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            return model._backend.forward(prepared.features, prepared.rulebooks)
+
+        model.forward = forward
+        for i in range(5):
+            model(decoded, stream=frame(0.1 * i))
+        tracemalloc.start()
+        for i in range(5, 8):
+            tracemalloc.clear_traces()
+            model(decoded, stream=frame(0.1 * i))
+        tracemalloc.stop()
+    assert max(peaks[-3:]) < 100_000  # the cloud alone has 720,000 bytes

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``tt_perception`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Sequence
+
+import yaml
+
+from tt_perception import __version__
+from tt_perception.runtime.errors import ConfigError, PerceptionError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; a user's mistake is one line on stderr and exit code 1."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_ros_args:
+        parser.error('unrecognized arguments: ' + ' '.join(rest))
+    logging.basicConfig(format='%(message)s')
+    logging.getLogger('tt_perception').setLevel(logging.INFO)
+    try:
+        return args.command(args, rest) if args.takes_ros_args else args.command(args)
+    except PerceptionError as error:
+        print(f'tt_perception: {error}', file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, for example head, has had enough
+        sys.stderr.close()
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog='tt_perception', description=__doc__.splitlines()[0])
+    parser.add_argument('--version', action='version', version=__version__)
+    commands = parser.add_subparsers(metavar='COMMAND', required=True)
+
+    def add(name: str, function, text: str, takes_ros_args: bool = False):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=function, takes_ros_args=takes_ros_args)
+        return sub
+
+    demo = add('demo', _demo, 'play a simulated drive into the node and show what it detects')
+    demo.add_argument('--bag', type=Path, help='play this rosbag2 instead of a simulated drive')
+    demo.add_argument('--weights', help='artifact folder or .onnx file')
+    demo.add_argument('--out', type=Path, default=Path('out/demo'), help='folder for the results')
+
+    play = add('play', _play, 'play a rosbag2 (sqlite3 or mcap) over DDS, with /clock')
+    play.add_argument('bag', type=Path)
+    play.add_argument('--rate', type=float, default=1.0, help='speed, 1 is real time')
+    play.add_argument('--loop', action='store_true', help='start again at the end')
+    play.add_argument('--start-offset', type=float, default=0.0, help='seconds to skip')
+    play.add_argument('--topics', nargs='+', help='only these topics')
+    play.add_argument('--answer-topic', help='after each cloud, wait for the objects with its '
+                      'stamp on this topic')
+    play.add_argument('--cloud-topic', help='the clouds to be answered, if there are several '
+                      'topics of them')
+    play.add_argument('--answer-timeout', type=float, default=60.0, help='seconds to wait')
+
+    detect = add('detect', _detect, 'detect objects in cloud files')
+    detect.add_argument('files', nargs='+', type=Path, metavar='FILE',
+                        help='.pcd, .bin, .npy or .npz')
+    detect.add_argument('--weights', help='artifact folder or .onnx file')
+    detect.add_argument('--backend', default='auto')
+    detect.add_argument('--columns', type=lambda s: tuple(s.split(',')),
+                        help='columns of the files, for example x,y,z,intensity,ring')
+    detect.add_argument('--param', action='append', default=[], metavar='NAME=VALUE',
+                        help='a parameter of the model, value in YAML; may be repeated')
+    detect.add_argument('--json', action='store_true', help='one JSON object a file')
+    detect.add_argument('--plot', type=Path, metavar='PNG',
+                        help="bird's-eye picture; with several files, a number is added")
+
+    run = add('run', _run, 'run a node, configured and activated by itself', takes_ros_args=True)
+    run.add_argument('node', choices=('bevfusion',))
+
+    bench = add('bench', _bench, 'time the stages beside their peers')
+    bench.add_argument('what', choices=('host', 'cpu'))
+    bench.add_argument('--voxels', type=int, nargs='+', help='thousands of voxels')
+    bench.add_argument('--repeat', type=int, default=20)
+    bench.add_argument('--json', action='store_true')
+
+    make = add('make-artifact', _make_artifact,
+               'write a full-size artifact with seeded random weights; it detects nothing real')
+    make.add_argument('--seed', type=int, default=0)
+    make.add_argument('folder', type=Path)
+
+    info = add('info', _info, 'say what is installed and what can be used')
+    info.add_argument('--json', action='store_true')
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from tt_perception.demo import run_demo
+    return run_demo(args)
+
+
+def _play(args: argparse.Namespace) -> int:
+    from tt_perception.ros.bag import play
+    report = play(args.bag, rate=args.rate, loop=args.loop, start_offset_s=args.start_offset,
+                  topics=args.topics, answer_topic=args.answer_topic,
+                  cloud_topic=args.cloud_topic, answer_timeout_s=args.answer_timeout)
+    print(f'{args.bag}: played ' + ', '.join(f'{topic} {count}' for topic, count
+                                             in sorted(report.num_messages.items())))
+    if not report.unanswered_ns:
+        return 0
+    print(f'tt_perception: {len(report.unanswered_ns)} clouds were not answered, the first of '
+          f'stamp {report.unanswered_ns[0] / 1e9:.9f}', file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _parse_parameters(settings: Sequence[str]) -> dict[str, Any]:
+    values = {}
+    for setting in settings:
+        name, equals, text = setting.partition('=')
+        if not equals:
+            raise ConfigError(f'--param: found {setting!r}, expected NAME=VALUE')
+        try:
+            values[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f'--param {name}: found {text!r}, expected YAML') from None
+    return values
+
+
+def _detect(args: argparse.Namespace) -> int:
+    from tt_perception import BEVFusion
+    with BEVFusion.from_pretrained(args.weights, backend=args.backend,
+                                   **_parse_parameters(args.param)) as model:
+        failed = False
+        for number, path in enumerate(args.files):
+            try:
+                detections = model(path, columns=args.columns)
+            except PerceptionError as error:  # the other files are still of use
+                print(f'tt_perception: {path}: {error}', file=sys.stderr)
+                failed = True
+                continue
+            if args.json:
+                print(json.dumps({'file': str(path), **detections.to_dict()}))
+            else:
+                _print_detections(path, detections)
+            if args.plot:
+                _plot(args.plot, number if len(args.files) > 1 else None, path, detections,
+                      args.columns)
+    return EXIT_FAILED if failed else 0
+
+
+def _print_detections(path: Path, detections) -> None:
+    print(f'{path}: {len(detections)} objects, {detections.meta["num_points"]} points, '
+          f'{detections.meta["num_voxels"]} voxels, {detections.timing_ms["total"]:.0f} ms')
+    if len(detections):
+        print(f'  {"label":12}{"score":>6}{"x":>8}{"y":>8}{"z":>7}{"length":>8}{"width":>7}'
+              f'{"height":>8}{"yaw":>7}   (m, rad)')
+    for label, score, box in zip(detections.label_names, detections.scores,
+                                 detections.boxes_xyzlwh_yaw):
+        x, y, z, length, width, height, yaw = box
+        print(f'  {label:12}{score:6.2f}{x:8.2f}{y:8.2f}{z:7.2f}{length:8.2f}{width:7.2f}'
+              f'{height:8.2f}{yaw:7.2f}')
+
+
+def _plot(png: Path, number: int | None, path: Path, detections, columns) -> None:
+    from tt_perception.bevfusion.cloudfile import as_points
+    from tt_perception.picture import birds_eye
+    if number is not None:
+        png = png.with_name(f'{png.stem}_{number}{png.suffix}')
+    birds_eye(as_points(path, use_intensity=False, columns=columns).points, detections, None, png,
+              title=path.name)
+
+
+def _run(args: argparse.Namespace, ros_args: Sequence[str]) -> int:
+    from tt_perception.ros.bevfusion_node import main as node_main
+    ros = [*ros_args] if '--ros-args' in ros_args else [*ros_args, '--ros-args']
+    return node_main([*ros, '-p', 'autostart:=true'])
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tt_perception.bevfusion import bench
+    sizes = {} if args.voxels is None else {'voxels': [n * 1_000 for n in args.voxels]}
+    function = {'host': bench.bench_host, 'cpu': bench.bench_cpu}[args.what]
+    result = function(repeat=args.repeat, **sizes)
+    print(json.dumps(result, indent=2) if args.json else bench.table(result))
+    return 0
+
+
+def _make_artifact(args: argparse.Namespace) -> int:
+    from tt_perception.bevfusion.seeded import make_artifact
+    for path in make_artifact(args.folder, seed=args.seed):
+        print(path)
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    from tt_perception.report import environment
+    found = environment()
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for name, value in found.items():
+            print(f'{name:24}{value}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node ``bevfusion``: ``PointCloud2`` and TF in, ``DetectedObjects`` out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rclpy.clock import JumpThreshold
+from rclpy.duration import Duration
+from rclpy.qos import QoSProfile, ReliabilityPolicy
+from rclpy.qos_overriding_options import QoSOverridingOptions
+
+from tt_perception.bevfusion.cloud import decode_cloud
+from tt_perception.bevfusion.config import PARAMETERS, score_parameter
+from tt_perception.bevfusion.detections import Detections3D
+from tt_perception.ros.conversions import DetectedObjectsWriter, cloud_message, stamp_to_ns
+from tt_perception.ros.diagnostics import Level
+from tt_perception.ros.frames import FrameNode
+from tt_perception.ros.parameters import (
+    BEVFUSION_NODE_PARAMETERS,
+    BEVFUSION_UNUSED,
+    NodeParameters,
+    source_of,
+)
+from tt_perception.ros.tf import TransformError, Transforms, create_transforms
+from tt_perception.runtime.errors import ConfigError, PerceptionError
+
+INPUT = '~/input/pointcloud'
+OUTPUT = '~/output/objects'
+
+_COLUMNS = ('x', 'y', 'z', 'intensity')
+_IMAGE_BACKBONE = ('image_backbone_onnx_path', 'image_backbone_engine_path',
+                   'image_backbone_trt_precision')
+
+
+class BEVFusionNode(FrameNode):
+    """Autoware's lidar detector as a managed node.
+
+    Clouds arrive on the executor's thread; one worker thread decodes the newest, looks its
+    transform up, runs the model and publishes. A cloud that is refused leaves no trace in the
+    sweep cache, and the node stays active.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """See :class:`tt_perception.ros.lifecycle.ManagedNode`."""
+        super().__init__('bevfusion', **kwargs)
+        self._settings = NodeParameters(self, lambda: self.is_configured, self._change)
+        self._settings.declare(BEVFUSION_NODE_PARAMETERS)
+        self._settings.declare(PARAMETERS.values())
+        self._settings.declare_unused(BEVFUSION_UNUSED)
+        self._declare_scores(self._class_names())
+        self._model: Any = None
+        self._per_call: dict[str, Any] = {}
+        self._transforms: Transforms | None = None
+        self._transform_arrived = threading.Event()
+        self._world_frame = ''
+        self._time_jump: Any = None
+        self._num_jumps = 0  # written by the executor's thread
+        self._num_jumps_seen = 0  # written by the worker's thread
+        self._writer: DetectedObjectsWriter | None = None
+        self._publisher: Any = None
+        self._subscription: Any = None
+        self._points: np.ndarray | None = None
+
+    def create_model(self) -> Any:
+        """Load the model, on a thread that nothing of ROS waits for."""
+        from tt_perception.bevfusion.model import BEVFusion
+        source = source_of(*(self._settings.value(n) for n in ('model_path', 'onnx_path')))
+        given = {name: value for name, value in self._settings.given().items()
+                 if name in PARAMETERS or name.startswith('detection_score_thresholds.')}
+        return BEVFusion.from_pretrained(source, backend=self._settings.value('backend'),
+                                         **given)
+
+    def configure(self) -> None:
+        """Check the parameters, load and warm up the model, listen to TF, create the publisher.
+
+        :raises PerceptionError: beginning with the name of the parameter or file at fault.
+        """
+        start_s = time.monotonic()
+        self._settings.given()
+        self._check_lidar_only()
+        self._writer = _objects_writer()
+        # Transforms that arrive while the model is loaded wait in the subscriptions.
+        self._transforms = create_transforms(self, self._transform_arrived.set, self._warn_tf)
+        self._model = self.run_stoppable(self._load)
+        config = self._model.config
+        self._world_frame = config.densification.world_frame_id
+        if config.densification.num_past_frames == 0:
+            self._close_transforms()
+        self._show_parameters(config)
+        self._time_jump = self.get_clock().create_jump_callback(
+            JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1)),
+            post_callback=self._on_time_jump)
+        from autoware_perception_msgs.msg import DetectedObjects
+        self._publisher = self.create_lifecycle_publisher(DetectedObjects, OUTPUT, 1)
+        info = self._model.info
+        self.get_logger().info(
+            f'configured in {time.monotonic() - start_s:.1f} s: {info["model"]} from '
+            f'{info["source"]}, backend {info["backend"]}, {len(self._settings.given())} '
+            'parameters given')
+        if self._settings.value('build_only'):
+            self.get_logger().info('build_only: the model is prepared, the process ends')
+            self.request_stop()
+
+    def activate(self) -> None:
+        """Subscribe, and start the worker."""
+        from sensor_msgs.msg import PointCloud2
+        self.start_frames()
+        qos = QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT)
+        self._subscription = self.create_subscription(
+            PointCloud2, INPUT, self.receive, qos,
+            qos_overriding_options=QoSOverridingOptions.with_default_policies())
+        self.get_logger().info(f'active: {self._subscription.topic_name} -> '
+                               f'{self._publisher.topic_name}')
+
+    def deactivate(self) -> None:
+        """Unsubscribe, finish the cloud in progress, forget the past sweeps."""
+        if self._subscription is not None:
+            self.destroy_subscription(self._subscription)
+            self._subscription = None
+        self.stop_frames()
+        if self._model is not None and not self.abandoned:
+            self._model.reset_stream()
+
+    def release(self) -> None:
+        """Close the model and stop listening to TF."""
+        if self._publisher is not None:
+            self.destroy_lifecycle_publisher(self._publisher)
+            self._publisher = None
+        if self._time_jump is not None:
+            self._time_jump.unregister()
+            self._time_jump = None
+        self._close_transforms()
+        self._per_call = {}
+        self._writer = self._points = None
+        if self._model is not None and not self.abandoned:
+            model, self._model = self._model, None
+            model.close()
+
+    def process(self, message: Any) -> None:
+        """See :meth:`FrameNode.process`."""
+        config = self._model.config
+        cloud = decode_cloud(message, use_intensity=config.grid.use_intensity, out=self._points)
+        self._points = cloud.buffer
+        stamp_ns = stamp_to_ns(message.header.stamp)
+        pose = self._pose(message.header.frame_id, stamp_ns)
+        num_jumps = self._num_jumps
+        stream = {'id': INPUT, 'timestamp_s': stamp_ns * 1e-9, 'T_world_from_ego': pose,
+                  'reset': num_jumps != self._num_jumps_seen}
+        detections = self._model(cloud.points, columns=_COLUMNS[:cloud.points.shape[1]],
+                                 stream=stream, **self._per_call)
+        self._num_jumps_seen = num_jumps
+        self._publisher.publish(self._writer.write(message.header, detections))
+        self._diagnose(message.header.stamp, detections)
+
+    def _load(self) -> Any:
+        model = self.create_model()
+        try:
+            if not self._stop.is_set():
+                _warm_up_decoding(model.config.grid.use_intensity)
+                model.warmup()
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    def _check_lidar_only(self) -> None:
+        for name in _IMAGE_BACKBONE:
+            if value := self._settings.value(name):
+                raise ConfigError(f'{name}: found {value!r}, expected an empty text: this node '
+                                  'detects in lidar clouds only')
+
+    def _class_names(self) -> tuple[str, ...]:
+        try:
+            return self._settings.value('class_names')
+        except ConfigError:  # said by configure
+            return PARAMETERS['class_names'].default
+
+    def _declare_scores(self, class_names: tuple[str, ...]) -> list[str]:
+        return self._settings.declare(score_parameter(name) for name in class_names)
+
+    def _show_parameters(self, config: Any) -> None:
+        """Let the parameters show what is in use, also what came from the artifact."""
+        late = self._declare_scores(config.class_names)
+        if late:  # thresholds of classes that only the artifact knows
+            self._change({name: self._settings.value(name) for name in late})
+        self._settings.show({**config.parameters, **self._per_call})
+
+    def _change(self, values: Mapping[str, Any]) -> None:
+        """Use other values of per-call parameters from the next cloud on."""
+        merged = {**self._per_call, **values}
+        self._model.config.replace(**merged)
+        self._per_call = merged
+
+    def _pose(self, frame: str, stamp_ns: int) -> np.ndarray | None:
+        """Return T_world_from_ego float64 [4, 4] at the time of the cloud.
+
+        A transform that may still arrive is waited for, at most for one period of the sensor.
+
+        :raises TransformError: there is none.
+        """
+        if self._transforms is None:
+            return None
+        deadline_s = time.monotonic() + self.period_s
+        while True:
+            self._transform_arrived.clear()
+            try:
+                return self._transforms.lookup_matrix(self._world_frame, frame, stamp_ns)
+            except TransformError as error:
+                remaining_s = deadline_s - time.monotonic()
+                if not error.may_arrive or remaining_s <= 0 or self.is_stopping:
+                    raise
+            self._transform_arrived.wait(remaining_s)
+
+    def _close_transforms(self) -> None:
+        if self._transforms is not None:
+            self._transforms.close()
+            self._transforms = None
+
+    def _warn_tf(self, text: str) -> None:
+        self.warn_throttled('tf', f'TF ignored: {text}')
+
+    def _on_time_jump(self, _jump: Any) -> None:
+        """Start anew after time jumped back, as it does when a bag is played in a loop."""
+        self._num_jumps += 1
+        if self._transforms is not None:
+            self._transforms.clear()
+        self.drop_waiting_frame()
+        self.get_logger().info('time jumped back: transforms and past sweeps are forgotten')
+
+    def _diagnose(self, stamp: Any, detections: Detections3D) -> None:
+        meta = detections.meta
+        is_within = meta.get('is_num_voxels_within_range', True)
+        message = 'OK' if is_within else (
+            f'more voxels than the maximum; {meta["num_voxels_clipped"]} are left out')
+        self.diagnostics.publish(stamp, 'bevfusion_trt', Level.OK if is_within else Level.WARN,
+                                 message, {'is_num_voxels_within_range': is_within})
+        if not is_within:
+            self.warn_throttled('voxels', f'cloud: {message}')
+
+
+def _warm_up_decoding(use_intensity: bool) -> None:
+    """Compile what decodes clouds, also those with other coordinates than float32."""
+    for number in (np.float32, np.float64):
+        records = np.zeros(1, [(name, number) for name in _COLUMNS])
+        decode_cloud(cloud_message(records, frame_id='', stamp_ns=0), use_intensity=use_intensity)
+
+
+def _objects_writer() -> DetectedObjectsWriter:
+    try:
+        return DetectedObjectsWriter()
+    except ImportError as error:
+        raise PerceptionError(
+            f'{error.name}: the message package is not installed; install Autoware, or run '
+            'interfaces/build.py') from None
