@@ -61,9 +61,14 @@ def source_digest(package: str) -> str:
 def environment() -> dict[str, str]:
     """Return what CMake needs to find the message wheels, and Python to load what was built."""
     env = dict(os.environ)
-    for name, path in (('AMENT_PREFIX_PATH', PREFIX), ('CMAKE_PREFIX_PATH', PREFIX),
-                       ('LD_LIBRARY_PATH', PREFIX / 'lib'), ('PATH', PREFIX / 'bin')):
+
+    def prepend(name: str, path: str | Path) -> None:
         env[name] = os.pathsep.join(filter(None, [str(path), env.get(name)]))
+
+    prepend('PATH', PREFIX / 'bin')
+    prepend('LD_LIBRARY_PATH', PREFIX / 'lib')
+    prepend('AMENT_PREFIX_PATH', PREFIX)
+    prepend('CMAKE_PREFIX_PATH', env['AMENT_PREFIX_PATH'])  # which a ROS set-up file leaves alone
     return env
 
 

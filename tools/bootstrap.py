@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -261,13 +262,22 @@ def announce_torch() -> None:
         '      A smaller one: put its wheel into a folder, and that into PIP_FIND_LINKS.')
 
 
+def missing_to_compile() -> list[str]:
+    """Return the system packages that message packages need and that are not here."""
+    missing = [] if any(map(shutil.which, ('g++', 'c++'))) else ['g++']
+    if not Path(sysconfig.get_path('include'), 'Python.h').is_file():
+        missing.append(f'python{sys.version_info[0]}.{sys.version_info[1]}-dev')
+    return missing
+
+
 def build_messages(release: str) -> None:
     """Build the message packages that are missing, and check all of them."""
     if not ros_source(release):
         say('      left out: there is no ROS 2')
         return
-    if not release and not any(map(shutil.which, ('g++', 'c++'))):
-        system_packages(['g++'], 'building message packages needs a C++ compiler')
+    missing = missing_to_compile()
+    if missing and not release:
+        system_packages(missing, 'message packages are compiled here')
     try:
         run([PYTHON, ROOT / 'interfaces' / 'build.py'])
     except Failed as error:
