@@ -3,8 +3,10 @@
 # make test                all tests but the slow ones and those that need a card
 # make test-slow           the slow ones
 # make bench               time the stages beside their peers
+# make setup               only .venv, which each of these makes ready first
 # make clean               remove everything that these commands have made in this folder
-# Each sets .venv up first. ARGS=... is handed on, for example make test ARGS='-k voxel'.
+# make lock                write requirements/constraints.txt anew
+# ARGS=... is handed on, for example make test ARGS='-k voxel'.
 
 RUN = . .venv/env.sh && exec
 
@@ -32,7 +34,7 @@ clean:
 # Pins every package below the direct ones, for all Pythons; certificates stay current instead.
 lock: setup
 	@$(RUN) uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate \
-	  --no-emit-package certifi $(addprefix requirements/,run.txt tt.txt ros.txt build.txt test.txt \
+	  --no-emit-package certifi $(ARGS) $(addprefix requirements/,run.txt tt.txt ros.txt build.txt test.txt \
 	  installer.txt) --output-file requirements/constraints.txt
 	@sed -i '1i # SPDX-License-Identifier: Apache-2.0\n# Written by: make lock' \
 	  requirements/constraints.txt

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tt_perception.runtime.threads import let_idle_threads_sleep
+
+let_idle_threads_sleep()  # here, because test modules load torch
+
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
 
@@ -28,8 +32,12 @@ def data_dir() -> Path:
 @pytest.fixture(scope='session')
 def small_artifact(tmp_path_factory) -> Path:
     """Return an artifact with a small grid, narrow layers and seeded weights."""
-    from tt_perception.bevfusion.seeded import (grid_of, seeded_network, small_config,
-                                                write_artifact)
+    from tt_perception.bevfusion.seeded import (
+        grid_of,
+        seeded_network,
+        small_config,
+        write_artifact,
+    )
     _, network = small_config()
     folder = tmp_path_factory.mktemp('small_artifact')
     write_artifact(seeded_network(network), grid_of(network), folder)

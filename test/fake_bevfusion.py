@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tt_perception.bevfusion.cloud import Cloud
 from tt_perception.bevfusion.config import BEVFusionConfig
 from tt_perception.bevfusion.detections import Detections3D
 from tt_perception.ros.bevfusion import BEVFusionNode
@@ -36,10 +37,9 @@ class FakeModel:
     def warmup(self) -> None:
         """Do nothing."""
 
-    def __call__(self, points: np.ndarray, *, columns: Any, stream: Any,
-                 **per_call: Any) -> Detections3D:
+    def __call__(self, cloud: Cloud, *, stream: Any, **per_call: Any) -> Detections3D:
         assert not self.is_closed
-        assert points.dtype == np.float32 and points.shape[1] == len(columns)
+        points = cloud.points
         self.num_calls += 1
         if self.num_calls == self.fail_at:
             raise RuntimeError('injected fault')

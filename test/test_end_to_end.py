@@ -83,7 +83,7 @@ def test_two_argoverse_sweeps_over_dds_equal_the_api_to_the_last_bit(
     assert {answer.header.frame_id for answer in answers} == {'base_link'}
     transforms = TransformBuffer()
     with BEVFusion.from_pretrained(full_artifact, backend='cpu') as model:
-        for answer, sweep in zip(answers, sweeps):
+        for answer, sweep in zip(answers, sweeps, strict=True):
             transforms.insert('map', 'base_link', sweep.stamp_ns, sweep.translation_m,
                               sweep.quaternion_xyzw)
             detections = model(sweep.points, stream={
@@ -111,7 +111,8 @@ def recorded_layouts(data_dir) -> list[tuple[str, np.ndarray]]:
                        if line and not line.startswith('#'))
         kind, _, body = body.partition(b'\n')
         dtype = np.dtype([(field, f'<{letter.lower()}{size}') for field, letter, size in zip(
-            entries['FIELDS'].split(), entries['TYPE'].split(), entries['SIZE'].split())])
+            entries['FIELDS'].split(), entries['TYPE'].split(), entries['SIZE'].split(),
+            strict=True)])
         if kind.strip() == b'ascii':
             values = np.array(body.split(), np.float32).reshape(-1, len(dtype))
             records = named(values, *dtype.names)
@@ -133,7 +134,8 @@ def test_every_recorded_layout_over_dds_equals_the_api(
     assert [answer.header.frame_id for answer in answers] == [name for name, _ in clouds]
     with BEVFusion.from_pretrained(full_artifact, backend='cpu',
                                    densification_num_past_frames=0) as model:
-        for answer, message, (name, records) in zip(answers, messages, clouds):
+        for answer, message, (name, records) in zip(answers, messages, clouds,
+                                                    strict=True):
             points = np.stack([records[axis].reshape(-1) for axis in 'xyz'], axis=1)
             assert len(decode_cloud(message, use_intensity=False).points) == records.size, name
             assert_same_objects(answer, model(points))

@@ -182,6 +182,14 @@ def test_autostart_configures_and_activates(make_node):
     assert node.state == 'active'
 
 
+def test_autostart_of_another_type_is_said_and_starts_nothing(make_node, capfd):
+    from rclpy.parameter import Parameter
+    node = make_node(parameter_overrides=[Parameter('autostart', value=1)])
+    node.start()
+    assert node.state == 'unconfigured'
+    assert 'autostart: found 1, expected bool' in capfd.readouterr().err
+
+
 def test_autostart_does_not_activate_what_cannot_be_configured(make_node):
     from rclpy.parameter import Parameter
     node = make_node(parameter_overrides=[Parameter('autostart', value=True)],

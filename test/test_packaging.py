@@ -426,7 +426,20 @@ def test_a_torch_that_is_here_is_taken_unless_it_is_too_old(bootstrap, monkeypat
     assert installed('1.13.1') == installed('2.8.0') == installed(None) == ''
 
 
-def test_without_root_one_line_names_the_system_packages(bootstrap, monkeypatch):
+def test_without_root_system_packages_are_named_and_not_installed(bootstrap, monkeypatch):
+    def refuse(*command, **_):
+        raise AssertionError(f'this must not be started: {command}')
+
+    monkeypatch.setattr(bootstrap.subprocess, 'Popen', refuse)
     monkeypatch.setattr(bootstrap.os, 'geteuid', lambda: 1000)
-    with pytest.raises(bootstrap.Failed, match=r'apt-get install g\+\+'):
-        bootstrap.system_packages(['g++'], 'a compiler is needed')
+    monkeypatch.setattr(bootstrap.shutil, 'which', lambda name: None)
+    monkeypatch.setattr(bootstrap.sysconfig, 'get_path', lambda name: '/nowhere')
+    monkeypatch.setattr(bootstrap.importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(bootstrap.platform, 'machine', lambda: 'x86_64')
+    python = f'python{sys.version_info[0]}.{sys.version_info[1]}'
+    missing = bootstrap.missing_system_packages(release='')
+    assert missing == [f'{python}-venv', 'g++', f'{python}-dev']
+    assert not bootstrap.install_system_packages(missing)
+    with pytest.raises(bootstrap.Failed, match=rf'apt-get install {python}-venv g\+\+'):
+        bootstrap.set_up()
+    assert bootstrap.missing_system_packages(release='ROS 2 Jazzy') == [f'{python}-venv']

@@ -21,14 +21,16 @@ from tiny_nets import OTHER, TINY, numpy_state, random_net
 
 from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.fold import fold_norms
+from tt_perception.bevfusion.peers import spconv_threads
 from tt_perception.bevfusion.reference import (
     BEVFusionNet,
     SparseConv,
-    list_pairs,
     local_maxima,
     top_k,
 )
+from tt_perception.bevfusion.sparseconv import Pairs, SparseConvolution
 from tt_perception.runtime.errors import ArtifactError, ConfigError
+from tt_perception.runtime.pool import RowPool
 
 # kernel, stride, padding, submanifold: the different ones of the network
 GEOMETRIES = {
@@ -60,7 +62,7 @@ def frame(config, count=300, seed=0):
 
 @pytest.fixture(scope='module', autouse=True)
 def one_thread():
-    """Small networks are slower on several threads, and spconv's CPU code is wrong."""
+    """Small networks are slower on several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -159,7 +161,7 @@ def test_blocks_are_not_written_to_later(tiny_frame):
         copies[name] = (tensor, tensor.clone())
 
     with torch.inference_mode():
-        net._run(features, rulebooks, keep)
+        net.run_blocks(features, rulebooks, keep)
     assert torch.equal(features, given)
     for name, (tensor, copy) in copies.items():
         assert torch.equal(tensor, copy), name
@@ -270,21 +272,40 @@ def test_sparse_convolution_and_its_gradients(geometry):
     expected.backward(grad)
 
     x2 = x.clone().requires_grad_()
-    y = conv(x2, list_pairs(table))
+    y = conv(x2, Pairs.of_table(table))
     y.backward(grad)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x2.grad, x1.grad)
     torch.testing.assert_close(conv.weight.grad, w1.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('rows_per_block', [1, 7, 1 << 20])
-def test_block_size_does_not_matter(rows_per_block, monkeypatch):
-    conv, x, table, _, _ = sparse_case('strided')
-    expected = conv(x, list_pairs(table))
-    monkeypatch.setattr('tt_perception.bevfusion.reference._ROWS_PER_BLOCK', rows_per_block)
-    blocks = list_pairs(table)
-    assert len(blocks) == -(-len(table) // rows_per_block)
-    torch.testing.assert_close(conv(x, blocks), expected)
+@pytest.mark.parametrize(('rows', 'c_in', 'c_out'), [
+    (1, 3, 1), (511, 16, 16), (512, 5, 15), (513, 32, 32), (1500, 17, 48), (700, 64, 80)])
+def test_sparse_convolution_of_all_sizes(rows, c_in, c_out):
+    rng = np.random.default_rng(rows)
+    num_inputs = rows // 2 + 1
+    table = rng.integers(-1, num_inputs, (rows, 27)).astype(np.int32)
+    table[rng.random(table.shape) < 0.5] = -1
+    table[rows // 3] = -1  # a row without neighbours
+    x, weight, bias = (torch.from_numpy(rng.standard_normal(shape, np.float32)) for shape in (
+        (num_inputs, c_in), (c_out, 3, 3, 3, c_in), (c_out,)))
+    found = SparseConvolution.apply(x, weight, bias, Pairs.of_table(table))
+    padded = torch.cat([x, torch.zeros(1, c_in)]).double()[torch.from_numpy(table).long()]
+    expected = bias + torch.einsum('nkc,okc->no', padded, weight.flatten(1, 3).double())
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-5)
+    assert torch.equal(found[rows // 3], bias)
+
+
+def test_sparse_convolution_does_not_depend_on_threads(monkeypatch):
+    rng = np.random.default_rng(0)
+    table = rng.integers(-1, 3000, (5000, 27)).astype(np.int32)
+    x, weight = torch.randn(3000, 32), torch.randn(32, 3, 3, 3, 32)
+    results = []
+    for threads in (1, 2, 5):
+        pool = RowPool(threads)
+        monkeypatch.setattr('tt_perception.bevfusion.sparseconv.shared', lambda pool=pool: pool)
+        results.append(SparseConvolution.apply(x, weight, None, Pairs.of_table(table)))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize('geometry', GEOMETRIES)
@@ -297,10 +318,10 @@ def test_sparse_convolution_equals_spconv(geometry):
     kind = spconv.SubMConv3d if subm else spconv.SparseConv3d
     theirs = kind(16, 32, kernel, stride, padding, bias=False, algo=ConvAlgo.Native)
     indices = np.pad(sites, ((0, 0), (1, 0))).astype(np.int32)
-    with torch.no_grad():
+    with torch.no_grad(), spconv_threads(1):  # with more, its rows are not always right
         theirs.weight.copy_(conv.weight)
         result = theirs(spconv.SparseConvTensor(x, torch.from_numpy(indices), shape, 1))
-        y = conv(x, list_pairs(table))
+        y = conv(x, Pairs.of_table(table))
     order = np.lexsort(result.indices.numpy().T[::-1])
     np.testing.assert_array_equal(result.indices.numpy()[order][:, 1:], out)
     torch.testing.assert_close(y, result.features[torch.from_numpy(order)], atol=1e-4, rtol=1e-4)

@@ -99,15 +99,27 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
         raise Failed(f'this failed with exit code {code}: {shlex.join(map(str, command))}')
 
 
-def system_packages(names: Sequence[str], purpose: str) -> None:
-    """Install packages of Debian or Ubuntu, or say which ones a person has to install."""
+def missing_system_packages(release: str) -> list[str]:
+    """Return which packages of Debian or Ubuntu are needed here and missing."""
+    python = f'python{sys.version_info[0]}.{sys.version_info[1]}'
+    missing = [f'{python}-venv'] if importlib.util.find_spec('ensurepip') is None else []
+    if ros_source(release) and not release:  # then message packages are compiled here
+        if not any(map(shutil.which, ('g++', 'c++'))):
+            missing.append('g++')
+        if not Path(sysconfig.get_path('include'), 'Python.h').is_file():
+            missing.append(f'{python}-dev')
+    return missing
+
+
+def install_system_packages(names: Sequence[str]) -> bool:
+    """Install packages of Debian or Ubuntu; false where this user or system cannot."""
     if os.geteuid() != 0 or shutil.which('apt-get') is None:
-        raise Failed(f'{purpose}. Please install: {" ".join(names)}\n'
-                     f'(Debian, Ubuntu: sudo apt-get install {" ".join(names)})')
-    say(f'      {purpose}: installing {" ".join(names)} with apt-get')
+        return False
+    say(f'      installing {" ".join(names)} with apt-get')
     env = {**os.environ, 'DEBIAN_FRONTEND': 'noninteractive'}
     run(['apt-get', '-qq', 'update'], env)
     run(['apt-get', '-qq', 'install', '-y', '--no-install-recommends', *names], env)
+    return True
 
 
 def torch_here() -> str:
@@ -131,9 +143,6 @@ def make_venv(shared: bool) -> None:
     if all(old.get(name) == value for name, value in base.items()) and PYTHON.exists():
         STATE.write_text(json.dumps(base))
         return
-    if importlib.util.find_spec('ensurepip') is None:
-        system_packages([f'python{sys.version_info[0]}.{sys.version_info[1]}-venv'],
-                        'this Python cannot make virtual environments yet')
     shutil.rmtree(VENV, ignore_errors=True)
     run([sys.executable, '-m', 'venv', *(['--system-site-packages'] if shared else []), VENV])
     STATE.write_text(json.dumps(base))
@@ -262,22 +271,11 @@ def announce_torch() -> None:
         '      A smaller one: put its wheel into a folder, and that into PIP_FIND_LINKS.')
 
 
-def missing_to_compile() -> list[str]:
-    """Return the system packages that message packages need and that are not here."""
-    missing = [] if any(map(shutil.which, ('g++', 'c++'))) else ['g++']
-    if not Path(sysconfig.get_path('include'), 'Python.h').is_file():
-        missing.append(f'python{sys.version_info[0]}.{sys.version_info[1]}-dev')
-    return missing
-
-
 def build_messages(release: str) -> None:
     """Build the message packages that are missing, and check all of them."""
     if not ros_source(release):
         say('      left out: there is no ROS 2')
         return
-    missing = missing_to_compile()
-    if missing and not release:
-        system_packages(missing, 'message packages are compiled here')
     try:
         run([PYTHON, ROOT / 'interfaces' / 'build.py'])
     except Failed as error:
@@ -310,19 +308,31 @@ def set_up() -> None:
     release = ros_release()
     torch = torch_here()
     step(1, f'virtual environment .venv with Python {platform.python_version()}')
+    missing = missing_system_packages(release)
+    if missing and install_system_packages(missing):
+        missing = []
+    request = f'please run: apt-get install {" ".join(missing)}'
+    if any(name.endswith('-venv') for name in missing):
+        raise Failed(request)
     make_venv(shared=bool(release or torch))
     step(2, 'Python packages')
     say_what_to_expect(release)
     installer = find_installer()
     install_packages(installer, release, torch)
     step(3, 'message packages')
-    build_messages(release)
+    if missing:
+        say('      left out, they cannot be compiled')
+    else:
+        build_messages(release)
     step(4, 'this checkout')
     install_checkout(installer)
-    key = content_key(ROOT, sys.version_info, release)
-    STATE.write_text(json.dumps({**state(), 'key': key}))
+    if not missing:  # else the next run tries again
+        key = content_key(ROOT, sys.version_info, release)
+        STATE.write_text(json.dumps({**state(), 'key': key}))
     say(f'Set-up complete after {time.monotonic() - started:.0f} s:')
     say_what_to_expect(release)
+    if missing:
+        say(f'      without nodes and demo, whose tests skip: {request}')
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -75,7 +75,7 @@ elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v python3
   python=$(usable python3 "$all")
 else
   echo 'No usable Python found. Needed is 3.12 or 3.10 (or 3.11 or 3.13, without backend tt):' \
-    'for example, apt-get install python3 python3-venv' >&2
+    'for example, apt-get install python3 python3-venv python3-dev g++' >&2
   exit 1
 fi
 exec "$python" tools/bootstrap.py

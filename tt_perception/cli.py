@@ -7,13 +7,15 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import yaml
 
 from tt_perception import __version__
 from tt_perception.runtime.errors import ConfigError, PerceptionError
+from tt_perception.runtime.threads import let_idle_threads_sleep
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -25,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_ros_args:
         parser.error('unrecognized arguments: ' + ' '.join(rest))
+    let_idle_threads_sleep()
     logging.basicConfig(format='%(message)s')
     logging.getLogger('tt_perception').setLevel(logging.INFO)
     try:
@@ -159,7 +162,7 @@ def _print_detections(path: Path, detections) -> None:
         print(f'  {"label":12}{"score":>6}{"x":>8}{"y":>8}{"z":>7}{"length":>8}{"width":>7}'
               f'{"height":>8}{"yaw":>7}   (m, rad)')
     for label, score, box in zip(detections.label_names, detections.scores,
-                                 detections.boxes_xyzlwh_yaw):
+                                 detections.boxes_xyzlwh_yaw, strict=True):
         x, y, z, length, width, height, yaw = box
         print(f'  {label:12}{score:6.2f}{x:8.2f}{y:8.2f}{z:7.2f}{length:8.2f}{width:7.2f}'
               f'{height:8.2f}{yaw:7.2f}')

@@ -211,7 +211,7 @@ def _time_blocks(net: BEVFusionNet, features: torch.Tensor, rulebooks: Any,
                 laps.setdefault(name, []).append(1e3 * (now - last))
             last = now
 
-        net._run(features, rulebooks, keep)
+        net.run_blocks(features, rulebooks, keep)
         keep('outputs', None)
     return {name: statistics.median(lap) for name, lap in laps.items()}
 
@@ -233,10 +233,12 @@ def _time_network_peers(result: dict[str, Any], unfolded: BEVFusionNet,
         coords_xyz = rulebooks.coords_xyz[0].copy()
         pairs = peers.spconv_indice_pairs(config)
         for count in dict.fromkeys((1, threads)):
+            torch.set_num_threads(count)  # spconv multiplies through torch
             with peers.spconv_threads(count):
                 whole, pairs_ms = _median_ms([lambda: encoder(features, coords_xyz),
                                               lambda: pairs(coords_xyz)], repeat)
             times[f'sparse_{count}_threads_ms'] = whole - pairs_ms
+        torch.set_num_threads(threads)
         times['sparse_ms'] = min(ms for name, ms in times.items() if name.startswith('sparse_'))
     return times
 

@@ -8,9 +8,11 @@ parameter files configure this package unchanged.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import yaml
@@ -230,8 +232,8 @@ class NetworkConfig:
     @property
     def level_capacities(self) -> tuple[int, int, int, int]:
         """Most active rows on levels 1 to 4; the greatest capacity bucket, or every cell."""
-        return tuple(min(cap, math.prod(shape))
-                     for cap, shape in zip(CAPACITY_BUCKETS[-1], self.level_shapes_xyz))
+        return tuple(min(cap, math.prod(shape)) for cap, shape in zip(
+            CAPACITY_BUCKETS[-1], self.level_shapes_xyz[:4], strict=True))
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,7 @@ def _grid(v: Mapping[str, Any]) -> GridConfig:
     if min(v['voxel_size']) <= 0:
         raise ConfigError(f'voxel_size: found {v["voxel_size"]}, expected positive edges')
     low, high = v['point_cloud_range'][:3], v['point_cloud_range'][3:]
-    if not all(a < b for a, b in zip(low, high)):
+    if not all(a < b for a, b in zip(low, high, strict=True)):
         raise ConfigError(f'point_cloud_range: found {v["point_cloud_range"]}, '
                           'expected each minimum below its maximum')
     least, usual, most = v['voxels_num']
@@ -364,7 +366,7 @@ def _postprocess(v: Mapping[str, Any], checked: Mapping[str, Any]):
                           f'expected one for each of {len(names)} class_names')
     limits_name = 'detection_score_thresholds.distance_bin_upper_limits'
     limits = v[limits_name]
-    if not limits or any(a >= b for a, b in zip(limits, limits[1:])):
+    if not limits or any(a >= b for a, b in pairwise(limits)):
         raise ConfigError(f'{limits_name}: found {limits}, expected ascending distances')
     scores = {}
     for name in dict.fromkeys(names):

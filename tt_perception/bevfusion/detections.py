@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class Detections3D:
                 }
                 for label, score, box, velocity, orientation, proposal in zip(
                     self.labels, self.scores, self.boxes_xyzlwh_yaw, self.velocities_xy,
-                    self.orientation_availability, self.proposal_ids)
+                    self.orientation_availability, self.proposal_ids, strict=True)
             ],
             'meta': dict(self.meta),
             'timing_ms': dict(self.timing_ms),

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,14 @@ from tt_perception.bevfusion.artifact import Artifact, resolve
 from tt_perception.bevfusion.cloud import Cloud
 from tt_perception.bevfusion.cloud import warm_up as warm_up_decoding
 from tt_perception.bevfusion.cloudfile import PointArray, as_points
-from tt_perception.bevfusion.config import (CAPACITY_BUCKETS, MAX_STREAMS, BEVFusionConfig,
-                                            NetworkConfig, known_parameters, read_parameter_file)
+from tt_perception.bevfusion.config import (
+    CAPACITY_BUCKETS,
+    MAX_STREAMS,
+    BEVFusionConfig,
+    NetworkConfig,
+    known_parameters,
+    read_parameter_file,
+)
 from tt_perception.bevfusion.densify import Densifier, Sweep, SweepCache
 from tt_perception.bevfusion.detections import Detections3D, RawDetections
 from tt_perception.bevfusion.postprocess import finish
@@ -146,8 +153,8 @@ class BEVFusion(Model):
         """Detect objects in one cloud.
 
         :param points: a decoded message (:class:`tt_perception.bevfusion.cloud.Cloud`), or a file,
-            an array or a tensor, see :func:`tt_perception.bevfusion.cloudfile.as_points`. A ``time_lag`` column says that
-            past sweeps are already fused.
+            an array or a tensor, see :func:`tt_perception.bevfusion.cloudfile.as_points`. A
+            ``time_lag`` column says that past sweeps are already fused.
         :param sweeps: past sweeps, each ``{'points', 'time_lag_s', 'T_current_from_sweep'}``.
         :param stream: ``{'id', 'timestamp_s', 'T_world_from_ego'}``: the model keeps the past
             sweeps of this stream itself, as the ROS node does; ``'reset': True`` drops them first.
@@ -327,6 +334,6 @@ def capacity_bucket(num_rows: Sequence[int]) -> int:
     :param num_rows: active rows of levels 1 to 4; further ones are not looked at.
     """
     for index, caps in enumerate(CAPACITY_BUCKETS):
-        if all(rows <= cap for rows, cap in zip(num_rows, caps)):
+        if all(rows <= cap for rows, cap in zip(num_rows[:4], caps, strict=True)):
             return index
     raise ValueError(f'{tuple(num_rows)} rows are beyond the largest bucket')

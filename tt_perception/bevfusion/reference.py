@@ -17,9 +17,7 @@ map has equal values, the proposal with the lower class, then x, then y comes fi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,14 +27,13 @@ from torch import Tensor, nn
 
 from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.fold import BRANCHES, EPSILON, HEAD_EPSILON
+from tt_perception.bevfusion.sparseconv import Pairs, SparseConvolution
 from tt_perception.runtime.errors import ConfigError
-from tt_perception.runtime.jit import kernel
 
 if TYPE_CHECKING:
     from tt_perception.bevfusion.rulebook import Rulebooks
 
 BRANCH_CHANNELS = {'center': 2, 'height': 1, 'dim': 3, 'rot': 2, 'vel': 2}
-_ROWS_PER_BLOCK = 8192  # bounds the memory of a sparse convolution; hardly matters for its speed
 
 Keep = Callable[[str, Tensor], None]
 
@@ -65,7 +62,7 @@ class BEVFusionNet(nn.Module):
         :returns: bbox_pred float32 [10, K], score float32 [K], label_pred int64 [K]; what is in
             them says :class:`tt_perception.bevfusion.detections.RawDetections`.
         """
-        return self._run(features, rulebooks, lambda name, tensor: None)
+        return self.run_blocks(features, rulebooks, lambda name, tensor: None)
 
     def forward_blocks(self, features: Tensor, rulebooks: Rulebooks) -> dict[str, Tensor]:
         """Return the output of every block by its name, the three results included.
@@ -76,10 +73,12 @@ class BEVFusionNet(nn.Module):
         follows is [K, channels], or [X * Y, channels] for ``cross_posembed``.
         """
         blocks: dict[str, Tensor] = {}
-        outputs = self._run(features, rulebooks, blocks.__setitem__)
+        outputs = self.run_blocks(features, rulebooks, blocks.__setitem__)
         return blocks | dict(zip(('bbox_pred', 'score', 'label_pred'), outputs, strict=True))
 
-    def _run(self, features: Tensor, rulebooks: Rulebooks, keep: Keep) -> tuple[Tensor, ...]:
+    def run_blocks(self, features: Tensor, rulebooks: Rulebooks,
+                   keep: Keep) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as :meth:`forward`; call ``keep`` with name and output of every block on the way."""
         bev = self.pts_middle_encoder(features, rulebooks, keep)
         return self.bbox_head(self.pts_neck(self.pts_backbone(bev, keep), keep), keep)
 
@@ -101,138 +100,11 @@ def _norm(kind: type[nn.Module], channels: int, epsilon: float, folded: bool) ->
     return nn.Identity() if folded else kind(channels, eps=epsilon)
 
 
-# Sparse convolution
-
-
-@dataclass(frozen=True)
-class PairBlock:
-    """The pairs (input row, output row) of a range of output rows of one sparse convolution.
-
-    :ivar begin: first output row.
-    :ivar end: behind the last.
-    :ivar inputs: int32 [P], input row of each pair, by kernel offset, then by output row.
-    :ivar counts: number of pairs of each kernel offset.
-    :ivar by_row: int32 [P], the pairs by output row, then by kernel offset.
-    :ivar starts: int32 [end - begin + 1], where each output row begins in ``by_row``.
-    """
-
-    begin: int
-    end: int
-    inputs: Tensor
-    counts: list[int]
-    by_row: Tensor
-    starts: Tensor
-
-    def output_rows(self) -> Tensor:
-        """Return the output row of each pair, int64 [P], in the order of ``inputs``."""
-        rows = torch.empty_like(self.by_row, dtype=torch.int64)
-        rows[self.by_row] = torch.repeat_interleave(torch.arange(self.begin, self.end),
-                                                    self.starts.diff())
-        return rows
-
-
-@kernel
-def _count_pairs(table, counts):
-    for row in range(table.shape[0]):
-        for k in range(table.shape[1]):
-            counts[k] += table[row, k] >= 0
-
-
-@kernel
-def _list_pairs(table, counts, inputs, by_row, starts):
-    free = np.zeros_like(counts)
-    for k in range(1, len(counts)):
-        free[k] = free[k - 1] + counts[k - 1]
-    found = 0
-    for row in range(table.shape[0]):
-        starts[row] = found
-        for k in range(table.shape[1]):
-            if table[row, k] >= 0:
-                inputs[free[k]] = table[row, k]
-                by_row[found] = free[k]
-                free[k] += 1
-                found += 1
-    starts[table.shape[0]] = found
-
-
-def list_pairs(table: np.ndarray) -> list[PairBlock]:
-    """Turn the gather table of a sparse convolution, int32 [rows, offsets], into pairs.
-
-    :returns: at least one block, also for a table without rows.
-    """
-    blocks = []
-    for begin in range(0, max(len(table), 1), _ROWS_PER_BLOCK):
-        part = table[begin:begin + _ROWS_PER_BLOCK]
-        counts = np.zeros(table.shape[1], np.int64)
-        _count_pairs(part, counts)
-        num_pairs = int(counts.sum())
-        inputs, by_row = np.empty(num_pairs, np.int32), np.empty(num_pairs, np.int32)
-        starts = np.empty(len(part) + 1, np.int32)
-        _list_pairs(part, counts, inputs, by_row, starts)
-        blocks.append(PairBlock(begin, begin + len(part), torch.from_numpy(inputs),
-                                counts.tolist(), torch.from_numpy(by_row),
-                                torch.from_numpy(starts)))
-    return blocks
-
-
-class _Scratch(threading.local):
-    """Memory that sparse convolutions fill and forget; one set a thread, it only grows."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-
-    def __call__(self, name: str, rows: int, columns: int) -> Tensor:
-        array = self._arrays.get(name)
-        if array is None or array.size < rows * columns:
-            array = self._arrays[name] = np.empty(rows * columns, np.float32)
-        return torch.from_numpy(array[:rows * columns]).view(rows, columns)
-
-
-_scratch = _Scratch()
-
-
-class _GatherMatmulScatter(torch.autograd.Function):
-    """``y[o] = sum of x[i] @ weight[k]`` over the pairs (i, o) of all kernel offsets k."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, blocks: list[PairBlock], num_rows: int) -> Tensor:
-        """Take x [n, C_in] and weight [offsets, C_in, C_out]; return y [num_rows, C_out]."""
-        ctx.save_for_backward(x, weight)
-        ctx.blocks = blocks
-        y = x.new_empty(num_rows, weight.shape[2])
-        for block in blocks:
-            gathered = _scratch('gathered', len(block.inputs), x.shape[1])
-            products = _scratch('products', len(block.inputs), weight.shape[2])
-            torch.index_select(x, 0, block.inputs, out=gathered)
-            for w, a, b in zip(weight, gathered.split(block.counts),
-                               products.split(block.counts), strict=True):
-                torch.mm(a, w, out=b)
-            y[block.begin:block.end] = F.embedding_bag(block.by_row, products, block.starts,
-                                                       mode='sum', include_last_offset=True)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        """Return the gradients of x and weight."""
-        x, weight = ctx.saved_tensors
-        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight)
-        for block in ctx.blocks:
-            gathered = x.index_select(0, block.inputs).split(block.counts)
-            grads = grad_y.index_select(0, block.output_rows()).split(block.counts)
-            for k, inputs in enumerate(block.inputs.split(block.counts)):
-                grad_weight[k] += gathered[k].T @ grads[k]
-                if grad_x is not None:
-                    grad_x.index_add_(0, inputs, grads[k] @ weight[k].T)
-        return grad_x, grad_weight, None, None
+# Sparse encoder; a list of pairs says which rows meet in a convolution
 
 
 class SparseConv(nn.Module):
-    """A sparse convolution; which rows meet says the list of pairs.
-
-    ``weight`` is [C_out, kx, ky, kz, C_in].
-    """
+    """A sparse convolution; ``weight`` is [C_out, kx, ky, kz, C_in]."""
 
     def __init__(self, c_in: int, c_out: int, folded: bool,
                  kernel_xyz: tuple[int, int, int] = (3, 3, 3)) -> None:
@@ -241,12 +113,8 @@ class SparseConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(c_out)) if folded else None
         nn.init.kaiming_uniform_(self.weight, nonlinearity='relu')
 
-    def forward(self, x: Tensor, blocks: list[PairBlock]) -> Tensor:
-        weight = self.weight.flatten(1, 3).permute(1, 2, 0)
-        y = _GatherMatmulScatter.apply(x, weight, blocks, blocks[-1].end)
-        if self.bias is not None:
-            y += self.bias
-        return y
+    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
+        return SparseConvolution.apply(x, self.weight, self.bias, pairs)
 
 
 class SparseConvNorm(nn.Sequential):
@@ -256,9 +124,9 @@ class SparseConvNorm(nn.Sequential):
         super().__init__(SparseConv(c_in, c_out, folded, **kwargs),
                          _norm(nn.BatchNorm1d, c_out, EPSILON, folded))
 
-    def forward(self, x: Tensor, blocks: list[PairBlock]) -> Tensor:
+    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         conv, norm = self
-        return norm(conv(x, blocks)).relu_()
+        return norm(conv(x, pairs)).relu_()
 
 
 class SparseBlock(nn.Module):
@@ -271,9 +139,9 @@ class SparseBlock(nn.Module):
         self.conv2 = SparseConv(channels, channels, folded)
         self.bn2 = _norm(nn.BatchNorm1d, channels, EPSILON, folded)
 
-    def forward(self, x: Tensor, blocks: list[PairBlock]) -> Tensor:
-        y = self.bn1(self.conv1(x, blocks)).relu_()
-        y = self.bn2(self.conv2(y, blocks))
+    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
+        y = self.bn1(self.conv1(x, pairs)).relu_()
+        y = self.bn2(self.conv2(y, pairs))
         y += x
         return y.relu_()
 
@@ -297,16 +165,16 @@ class SparseEncoder(nn.Module):
 
     def forward(self, x: Tensor, rulebooks: Rulebooks, keep: Keep) -> Tensor:
         root = 'pts_middle_encoder'
-        same = list_pairs(rulebooks.subm[0])
+        same = Pairs.of_table(rulebooks.subm[0])
         x = self.conv_input(x, same)
         keep(f'{root}.conv_input', x)
         for level, (name, layer) in enumerate(self.encoder_layers.items()):
             if level:
-                same = list_pairs(rulebooks.subm[level])
+                same = Pairs.of_table(rulebooks.subm[level])
             for i, block in enumerate(layer):
-                x = block(x, same if i < 2 else list_pairs(rulebooks.down[level]))
+                x = block(x, same if i < 2 else Pairs.of_table(rulebooks.down[level]))
                 keep(f'{root}.encoder_layers.{name}.{i}', x)
-        x = self.conv_out(x, list_pairs(rulebooks.out))
+        x = self.conv_out(x, Pairs.of_table(rulebooks.out))
         keep(f'{root}.conv_out', x)
         bev = self._to_bev(x, rulebooks.coords_xyz[-1])
         keep(f'{root}.bev', bev)
@@ -364,9 +232,10 @@ class Neck(nn.Module):
                          nn.ConvTranspose2d(coarse, c_out, 2, 2, bias=folded)))
 
     def forward(self, stages: list[Tensor], keep: Keep) -> Tensor:
-        outputs = [deblock(x) for deblock, x in zip(self.deblocks, stages, strict=True)]
-        for i, output in enumerate(outputs):
-            keep(f'pts_neck.deblocks.{i}', output)
+        outputs = []
+        for i, (deblock, x) in enumerate(zip(self.deblocks, stages, strict=True)):
+            outputs.append(deblock(x))
+            keep(f'pts_neck.deblocks.{i}', outputs[i])
         joined = torch.cat(outputs, dim=1)
         keep('pts_neck', joined)
         return joined

@@ -17,7 +17,7 @@ from rclpy.qos_overriding_options import QoSOverridingOptions
 from tt_perception.bevfusion.cloud import decode_cloud
 from tt_perception.bevfusion.config import PARAMETERS, score_parameter
 from tt_perception.bevfusion.detections import Detections3D
-from tt_perception.ros.conversions import DetectedObjectsWriter, cloud_message, stamp_to_ns
+from tt_perception.ros.conversions import DetectedObjectsWriter, stamp_to_ns
 from tt_perception.ros.diagnostics import Level
 from tt_perception.ros.frames import FrameNode
 from tt_perception.ros.parameters import (
@@ -32,7 +32,6 @@ from tt_perception.runtime.errors import ConfigError, PerceptionError
 INPUT = '~/input/pointcloud'
 OUTPUT = '~/output/objects'
 
-_COLUMNS = ('x', 'y', 'z', 'intensity')
 _IMAGE_BACKBONE = ('image_backbone_onnx_path', 'image_backbone_engine_path',
                    'image_backbone_trt_precision')
 
@@ -151,8 +150,7 @@ class BEVFusionNode(FrameNode):
         num_jumps = self._num_jumps
         stream = {'id': INPUT, 'timestamp_s': stamp_ns * 1e-9, 'T_world_from_ego': pose,
                   'reset': num_jumps != self._num_jumps_seen}
-        detections = self._model(cloud.points, columns=_COLUMNS[:cloud.points.shape[1]],
-                                 stream=stream, **self._per_call)
+        detections = self._model(cloud, stream=stream, **self._per_call)
         self._num_jumps_seen = num_jumps
         self._publisher.publish(self._writer.write(message.header, detections))
         self._diagnose(message.header.stamp, detections)
@@ -161,7 +159,6 @@ class BEVFusionNode(FrameNode):
         model = self.create_model()
         try:
             if not self._stop.is_set():
-                _warm_up_decoding(model.config.grid.use_intensity)
                 model.warmup()
         except BaseException:
             model.close()
@@ -241,13 +238,6 @@ class BEVFusionNode(FrameNode):
                                  message, {'is_num_voxels_within_range': is_within})
         if not is_within:
             self.warn_throttled('voxels', f'cloud: {message}')
-
-
-def _warm_up_decoding(use_intensity: bool) -> None:
-    """Compile what decodes clouds, also those with other coordinates than float32."""
-    for number in (np.float32, np.float64):
-        records = np.zeros(1, [(name, number) for name in _COLUMNS])
-        decode_cloud(cloud_message(records, frame_id='', stamp_ns=0), use_intensity=use_intensity)
 
 
 def _objects_writer() -> DetectedObjectsWriter:

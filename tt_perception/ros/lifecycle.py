@@ -97,9 +97,10 @@ class ManagedNode(LifecycleNode):
         self._library_logger = logging.getLogger('tt_perception')
         self._library_logger.addHandler(self._log_handler)
         self._library_logger.setLevel(logging.INFO)
+        self._library_logger.propagate = False  # else it is said twice
         self.declare_parameter('autostart', False, ParameterDescriptor(
             description='configure and activate the node when its process starts, without a '
-                        'lifecycle manager'))
+                        'lifecycle manager', dynamic_typing=True))
 
     def configure(self) -> None:
         """Read the parameters and prepare everything that takes long."""
@@ -125,7 +126,10 @@ class ManagedNode(LifecycleNode):
 
     def start(self) -> None:
         """Configure and activate, if the parameter ``autostart`` says so."""
-        if self.get_parameter('autostart').value is not True:
+        autostart = self.get_parameter('autostart').value
+        if not isinstance(autostart, bool):
+            self.get_logger().error(f'autostart: found {autostart!r}, expected bool')
+        if autostart is not True:
             self.get_logger().info('unconfigured and waiting for a lifecycle manager')
             return
         if self.trigger_configure() == _SUCCESS and not self._is_ending:
@@ -192,7 +196,7 @@ class ManagedNode(LifecycleNode):
         def run() -> None:
             try:
                 outcome.append((work(), None))
-            except Exception as error:
+            except BaseException as error:  # raised again below, on the caller's thread
                 outcome.append((None, error))
             finally:
                 finished.set()
@@ -280,6 +284,7 @@ class ManagedNode(LifecycleNode):
     def destroy_node(self) -> None:
         """Destroy the node and give its log handler back."""
         self._library_logger.removeHandler(self._log_handler)
+        self._library_logger.propagate = True
         super().destroy_node()
 
 

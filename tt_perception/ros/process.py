@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tt_perception.runtime.threads import let_idle_threads_sleep
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MAX_FAILED_SPINS = 20  # in a row; more mean that the executor itself is broken
 
@@ -63,6 +65,7 @@ def run_node(node_class: str, args: Sequence[str] | None = None) -> int:
     :param args: command line, by default that of the process.
     :returns: exit code: 0 after a signal at any moment, 1 when the node cannot run at all.
     """
+    let_idle_threads_sleep()
     stop = StopSignal()
     stop.install()
     try:

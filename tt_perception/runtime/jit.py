@@ -2,9 +2,8 @@
 """The one way in which this package compiles kernels.
 
 ``kernel`` is numba's ``njit`` with the interpreter lock released and the machine code kept in the
-user's cache folder, so that only the first start of a new version compiles. numba's own
-``parallel=True`` is not used: its fallback threading layer aborts under concurrent callers. Kernels
-work on a range of rows, and :mod:`tt_perception.runtime.pool` spreads the ranges over threads.
+user's cache folder, so that only the first start of a new version compiles. Kernels that are to
+run in parallel work on a range of rows, see :mod:`tt_perception.runtime.pool`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import atexit
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 from tt_perception.runtime.errors import PerceptionError
 
