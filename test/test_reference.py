@@ -220,6 +220,7 @@ def test_feature_map_is_x_by_y_and_channels_are_c_then_z():
     rows = torch.arange(2 * TINY.bev_channels, dtype=torch.float32).view(2, -1)
     bev = net.pts_middle_encoder._to_bev(rows, np.array([[1, 2, 0], [4, 7, 1]], np.int32))
     assert bev.shape == (1, TINY.bev_channels * sz, sx, sy)
+    assert bev.is_contiguous(memory_format=torch.channels_last)  # or convolutions are slow
     assert torch.equal(bev[0, 0::sz, 1, 2], rows[0]) and torch.equal(bev[0, 1::sz, 4, 7], rows[1])
     assert (bev != 0).sum() == (rows != 0).sum()
 

@@ -122,7 +122,8 @@ def test_equals_naive_loops(frame):
     assert_naive(RulebookBuilder(network)(coords_zyx), coords_zyx, network)
 
 
-@pytest.mark.parametrize('shape', [(16, 12, 25), (5, 66, 30), (7, 3, 41), (2, 130, 63)])
+@pytest.mark.parametrize('shape', [(16, 12, 25), (5, 66, 30), (7, 3, 41), (2, 130, 63),
+                                   (4, 64, 25), (3, 128, 27)])
 @pytest.mark.parametrize('density', [0.05, 0.5, 1.0])
 def test_equals_naive_loops_when_crowded(shape, density):
     rng = np.random.default_rng(int(density * 100))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recordings import kitti_points
 
 from tt_perception.bevfusion.config import BEVFusionConfig, GridConfig
-from tt_perception.bevfusion.voxelize import Voxelizer
+from tt_perception.bevfusion.voxelize import Voxelizer, _first_slot, _number_cells
 from tt_perception.runtime import pool
 from tt_perception.runtime.errors import ConfigError, InputError
 
@@ -135,6 +135,20 @@ def test_equals_a_naive_loop_on_other_grids(seed, n, cells, intensity):
     points = np.column_stack([points, rng.uniform(0, 255, (n, 2 if intensity else 1))])
     points = points.astype(F32)
     assert_equal(Voxelizer(grid)(points), naive(points, grid))
+
+
+def test_look_ups_go_round_the_end_of_the_hash_table():
+    slots, guard = 64, 8
+    shift = 35 - 6
+    last_block = [cell for cell in range(10_000)
+                  if _first_slot(np.int32(cell), shift) >= slots - 8]
+    cells = np.array([*last_block[:30], *last_block[:30]], np.int32)
+    table = np.full(slots + guard, -5, np.int32)
+    cell_of_voxel, first_point, voxel_of_point = np.empty((3, len(cells)), np.int32)
+    assert _number_cells(cells, table[:slots], shift, cell_of_voxel, first_point,
+                         voxel_of_point) == 30
+    assert voxel_of_point.tolist() == [*range(30), *range(30)]
+    assert (table[slots:] == -5).all()
 
 
 def test_A22_points_at_the_limits_get_a_cell_of_the_grid_or_none():

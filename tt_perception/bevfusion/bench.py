@@ -53,45 +53,59 @@ def bench_host(voxels: Sequence[int] = HOST_VOXELS, repeat: int = 20,
     """
     result = _result('host', repeat)
     config, network = BEVFusionConfig.from_parameters({}), NetworkConfig()
-    densifier, voxelizer = Densifier(config.densification, config.grid), Voxelizer(config.grid)
-    builder = RulebookBuilder(network)
-    their_voxelizer = _peer(result, 'spconv', lambda: peers.spconv_voxelizer(config.grid))
-    their_builder = _peer(result, 'spconv', lambda: peers.spconv_indice_pairs(network))
+    host = _Host(config, network,
+                 _peer(result, 'spconv', lambda: peers.spconv_voxelizer(config.grid)),
+                 _peer(result, 'spconv', lambda: peers.spconv_indice_pairs(network)))
     raw = _seeded_proposals(network.num_proposals, seed)
-    circle, overlap = _nms_pair(raw, config)
     for size in voxels:
         cloud = seeded_cloud(round(size * POINTS_PER_VOXEL), seed)
-        message = _message(cloud)
-        buffer = np.empty_like(cloud)
+        result['cases'].append(host.case(cloud, raw, repeat))
+    return result
+
+
+class _Host:
+    """The stages around the network and their peers, for clouds of several sizes."""
+
+    def __init__(self, config: BEVFusionConfig, network: NetworkConfig,
+                 their_voxelizer: Callable | None, their_builder: Callable | None) -> None:
+        self._config = config
+        self._densifier = Densifier(config.densification, config.grid)
+        self._voxelizer = Voxelizer(config.grid)
+        self._builder = RulebookBuilder(network)
+        self._their_voxelizer = their_voxelizer
+        self._their_builder = their_builder
+
+    def case(self, cloud: np.ndarray, raw: RawDetections, repeat: int) -> dict[str, Any]:
+        """Time all stages on one cloud and on proposals that have nothing to do with it."""
+        message, buffer = _message(cloud), np.empty_like(cloud)
         current, past, move = _two_sweeps(cloud)
-        dense = densifier(current, [Sweep(past, _LAG_S, move)]).points.copy()
-        found = voxelizer(dense)
-        coords_zyx = found.coords_zyx.copy()
-        rulebooks = builder(coords_zyx)
-        coords_xyz = rulebooks.coords_xyz[0].copy()
+        sweeps = [Sweep(past, _LAG_S, move)]
+        dense = self._densifier(current, sweeps).points.copy()
+        coords_zyx = self._voxelizer(dense).coords_zyx.copy()
+        rulebooks = self._builder(coords_zyx)
+        coords_xyz, active_rows = rulebooks.coords_xyz[0].copy(), list(rulebooks.num_rows)
+        voxelize, build = self._their_voxelizer, self._their_builder
+        circle, overlap = _nms_pair(raw, self._config)
         stages = [
-            _stage('decode', repeat, lambda: decode_cloud(message, use_intensity=False,
-                                                          out=buffer),
+            _stage('decode', repeat,
+                   lambda: decode_cloud(message, use_intensity=False, out=buffer),
                    'field-by-field structured reading',
                    lambda: peers.structured_reading(message)),
-            _stage('densify', repeat, lambda: densifier(current, [Sweep(past, _LAG_S, move)]),
+            _stage('densify', repeat, lambda: self._densifier(current, sweeps),
                    'NumPy', lambda: peers.numpy_densify(current, past, move, _LAG_S)),
-            _stage('voxelize', repeat, lambda: voxelizer(dense),
+            _stage('voxelize', repeat, lambda: self._voxelizer(dense),
                    'spconv voxel generator, without means',
-                   their_voxelizer and (lambda: their_voxelizer(dense))),
-            _stage('rulebooks', repeat, lambda: builder(coords_zyx), 'spconv indice pairs',
-                   their_builder and (lambda: their_builder(coords_xyz))),
+                   voxelize and (lambda: voxelize(dense))),
+            _stage('rulebooks', repeat, lambda: self._builder(coords_zyx),
+                   'spconv indice pairs', build and (lambda: build(coords_xyz))),
             _stage('circle nms', repeat, circle[0], 'NumPy', circle[1]),
             _stage('overlap nms', repeat, overlap[0], 'NumPy', overlap[1]),
-            _stage('postprocess', repeat, lambda: finish(raw, config)),
+            _stage('postprocess', repeat, lambda: finish(raw, self._config)),
         ]
         ms = {stage['stage']: stage['ms'] for stage in stages}
-        result['cases'].append({
-            'voxels': len(coords_zyx), 'points': len(cloud),
-            'active_rows': list(rulebooks.num_rows), 'stages': stages,
-            'decode_densify_voxelize_ms': ms['decode'] + ms['densify'] + ms['voxelize'],
-        })
-    return result
+        return {'voxels': len(coords_zyx), 'points': len(cloud), 'active_rows': active_rows,
+                'stages': stages,
+                'decode_densify_voxelize_ms': ms['decode'] + ms['densify'] + ms['voxelize']}
 
 
 def bench_cpu(voxels: Sequence[int] = CPU_VOXELS, repeat: int = 20, seed: int = 0,

@@ -210,8 +210,7 @@ class BEVFusion(Model):
                              f'expected at least {self.config.grid.min_voxels}', reason='empty')
         clock.lap('voxelize')
         rulebooks = workspace.rulebook_builder(voxels.coords_zyx)
-        features = np.take(voxels.features, rulebooks.order, axis=0,
-                           out=workspace.rows[:num_voxels], mode='clip')
+        features = rulebooks.features_by_row(voxels.features, workspace.rows)
         clock.lap('rulebook')
         meta = {
             'num_points': len(dense.points),

@@ -186,7 +186,7 @@ class SparseEncoder(nn.Module):
         site = torch.from_numpy(coords_xyz.astype(np.int64))
         bev = x.new_zeros(size_x, size_y, x.shape[1], size_z)
         bev[site[:, 0], site[:, 1], :, site[:, 2]] = x
-        return bev.flatten(2).permute(2, 0, 1)[None]
+        return bev.flatten(2)[None].permute(0, 3, 1, 2)
 
 
 # Backbone and neck

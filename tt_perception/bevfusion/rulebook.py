@@ -67,6 +67,16 @@ class Rulebooks:
         """Active rows of levels 1 to 4 and of the output."""
         return tuple(len(coords) for coords in self.coords_xyz)
 
+    def features_by_row(self, features: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Put the features of the voxels into the order of the rows of level 1.
+
+        :param features: float32 [n, F], in the order of the voxels.
+        :param out: float32 [n or more, F].
+        :returns: the first n rows of ``out``.
+        """
+        pool.shared().run(_reorder, len(self.order), features, self.order, out)
+        return out[:len(self.order)]
+
 
 class RulebookBuilder:
     """Builds the rulebooks of one network, frame after frame, in the same buffers.
@@ -401,3 +411,10 @@ def _find_inputs(begin, end, coords_xyz, geometry, source_bits, source_ranks, so
                 hit = np.int32((hits >> np.uint64(k)) & _ONE)
                 table[row, 3 * tap + k] = source if hit else -1
                 source += hit
+
+
+@kernel
+def _reorder(begin, end, features, order, out):
+    for row in range(begin, end):
+        for f in range(features.shape[1]):
+            out[row, f] = features[order[row], f]
