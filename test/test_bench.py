@@ -127,7 +127,7 @@ def test_cpu_result_is_complete():
     result = bench.bench_cpu(voxels=(1500,), repeat=1, config=SMALL)
     assert json.loads(json.dumps(result)) == result
     case, = result['cases']
-    assert case['total_ms'] == pytest.approx(case['sparse_ms'] + case['dense_ms'])
+    assert case['total_ms'] == pytest.approx(case['sparse_ms'] + case['dense_ms'], rel=0.05)
     assert case['blocks_ms'].keys() >= {'pts_middle_encoder.conv_input', 'pts_neck', 'outputs'}
     assert case['peak_memory_mib'] >= result['memory_without_network_mib'] > 0
     if not result['skipped']:

@@ -110,6 +110,7 @@ sys.exit(demo.run_demo(argparse.Namespace(bag=Path({bag!r}) if {bag!r} else None
 
 def start_demo(out, bag=None, is_random=True, limit_s=60, **env):
     pytest.importorskip('rclpy', reason='no ROS here')
+    pytest.importorskip('autoware_perception_msgs.msg', reason='no Autoware messages here')
     code = _RUN.format(limit_s=limit_s, is_random=is_random, bag=str(bag or ''), out=str(out))
     python_path = [str(TESTS.parent), str(TESTS), os.environ.get('PYTHONPATH', '')]
     return subprocess.Popen(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from bags import transform_message, write_messages
+from bag_files import CLOUD, TF, transforms, write_bag
 from recordings import PERMISSIVE_PCDS, argoverse_sweeps, kitti_points, nuscenes_points
 
 from tt_perception import BEVFusion
@@ -16,7 +16,9 @@ from tt_perception.bevfusion.cloud import decode_cloud
 from tt_perception.bevfusion.detections import Detections3D
 
 pytest.importorskip('rclpy', reason='no ROS 2 here')
+pytest.importorskip('autoware_perception_msgs.msg', reason='no Autoware messages here')
 
+from rclpy.serialization import serialize_message  # noqa: E402
 from ros_process import Client, Process, node_process, wait_until  # noqa: E402
 
 from tt_perception.ros.conversions import cloud_message, stamp_to_ns, xyzirc  # noqa: E402
@@ -70,26 +72,26 @@ def test_two_argoverse_sweeps_over_dds_equal_the_api_to_the_last_bit(
     sweeps = argoverse_sweeps(data_dir)
     messages = []
     for sweep in sweeps:
-        messages.append(('/tf', sweep.stamp_ns, transform_message(
-            'map', 'base_link', sweep.stamp_ns, sweep.translation_m, sweep.quaternion_xyzw)))
+        messages.append(('/tf', TF, sweep.stamp_ns, transforms(
+            (sweep.stamp_ns, 'map', 'base_link', sweep.translation_m, sweep.quaternion_xyzw))))
         cloud = cloud_message(xyzirc(sweep.points, sweep.intensity, sweep.channel),
                               frame_id='base_link', stamp_ns=sweep.stamp_ns)
-        messages.append((CLOUD_TOPIC, sweep.stamp_ns + 50_000_000, cloud))
-    bag = write_messages(tmp_path / 'bag', messages)
+        messages.append((CLOUD_TOPIC, CLOUD, sweep.stamp_ns + 50_000_000,
+                         serialize_message(cloud)))
+    bag = write_bag(tmp_path / 'bag', messages)
     answers = play(client, bag, full_artifact, 2)
 
     assert [stamp_to_ns(answer.header.stamp) for answer in answers] \
         == [sweep.stamp_ns for sweep in sweeps]
     assert {answer.header.frame_id for answer in answers} == {'base_link'}
-    transforms = TransformBuffer()
+    buffer = TransformBuffer()
     with BEVFusion.from_pretrained(full_artifact, backend='cpu') as model:
         for answer, sweep in zip(answers, sweeps, strict=True):
-            transforms.insert('map', 'base_link', sweep.stamp_ns, sweep.translation_m,
-                              sweep.quaternion_xyzw)
+            buffer.insert('map', 'base_link', sweep.stamp_ns, sweep.translation_m,
+                          sweep.quaternion_xyzw)
             detections = model(sweep.points, stream={
                 'id': 'ego', 'timestamp_s': sweep.stamp_ns * 1e-9,
-                'T_world_from_ego': transforms.lookup_matrix('map', 'base_link',
-                                                             sweep.stamp_ns)})
+                'T_world_from_ego': buffer.lookup_matrix('map', 'base_link', sweep.stamp_ns)})
             assert_same_objects(answer, detections)
     assert detections.meta['num_points_per_sweep'] == [len(s.points) for s in reversed(sweeps)]
 
@@ -127,8 +129,9 @@ def test_every_recorded_layout_over_dds_equals_the_api(
     clouds = recorded_layouts(data_dir)
     messages = [cloud_message(records, frame_id=name, stamp_ns=(i + 1) * 10**9)
                 for i, (name, records) in enumerate(clouds)]
-    bag = write_messages(tmp_path / 'bag', [
-        (CLOUD_TOPIC, stamp_to_ns(message.header.stamp), message) for message in messages])
+    bag = write_bag(tmp_path / 'bag', [
+        (CLOUD_TOPIC, CLOUD, stamp_to_ns(message.header.stamp), serialize_message(message))
+        for message in messages])
     answers = play(client, bag, full_artifact, len(clouds), densification_num_past_frames=0)
 
     assert [answer.header.frame_id for answer in answers] == [name for name, _ in clouds]

@@ -52,8 +52,8 @@ def ros_release() -> str:
 def content_key(root: Path, version: Sequence[int], release: str) -> str:
     """Return a hash of everything that decides what belongs into the environment."""
     digest = hashlib.sha256(f'{root}\0{tuple(version[:3])}\0{release}'.encode())
-    files = [root / 'setup.py', root / 'pyproject.toml']
-    for folder in ('requirements', 'interfaces', 'tools'):
+    files = [root / 'setup.py', root / 'pyproject.toml', *(root / 'tools').glob('bootstrap.*')]
+    for folder in ('requirements', 'interfaces'):
         files += (p for p in (root / folder).rglob('*') if '__pycache__' not in p.parts)
     for path in sorted(p for p in files if p.is_file()):
         digest.update(f'\0{path.relative_to(root)}\0'.encode() + path.read_bytes())

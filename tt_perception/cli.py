@@ -206,7 +206,7 @@ def _info(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         for name, value in found.items():
-            print(f'{name:24}{value}')
+            print(f'{name:26}{value}')
     return 0
 
 

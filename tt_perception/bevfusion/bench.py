@@ -12,6 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +30,14 @@ from tt_perception.bevfusion.fold import fold_norms
 from tt_perception.bevfusion.nms import circle_nms, iou_bev_nms
 from tt_perception.bevfusion.postprocess import CLASS_LABELS, finish
 from tt_perception.bevfusion.reference import BEVFusionNet
-from tt_perception.bevfusion.rulebook import RulebookBuilder
+from tt_perception.bevfusion.rulebook import RulebookBuilder, Rulebooks
 from tt_perception.bevfusion.seeded import POINTS_PER_VOXEL, grid_of, seeded_cloud
 from tt_perception.bevfusion.voxelize import Voxelizer
 
 HOST_VOXELS = (30_000, 120_000, 250_000)
 CPU_VOXELS = (120_000,)
 _LAG_S = 0.1
+_PAUSE_S = 0.05  # until the idle threads of the last one no longer spin
 # PointXYZIRC: name, offset, datatype of PointField
 _FIELDS = (('x', 0, 7), ('y', 4, 7), ('z', 8, 7), ('intensity', 12, 2), ('return_type', 13, 2),
            ('channel', 14, 4))
@@ -138,20 +140,81 @@ def bench_cpu(voxels: Sequence[int] = CPU_VOXELS, repeat: int = 20, seed: int = 
         found = voxelizer(points)
         rulebooks = builder(found.coords_zyx)
         features = torch.from_numpy(found.features[rulebooks.order])
-        with torch.inference_mode():
-            blocks = _time_blocks(net, features, rulebooks, repeat)
+        frame = _Frame(net, features, rulebooks)
+        frame()
+        case = {'voxels': len(features), 'active_rows': list(rulebooks.num_rows),
+                'peak_memory_mib': _peak_memory_mib()}
+        others = _network_peers(result, unfolded, state, grid, frame)
+        total_ms, *their_ms = _median_ms([frame, *others.values()], repeat, _PAUSE_S)
+        blocks = {name: statistics.median(lap[-repeat:]) for name, lap in frame.laps.items()}
         sparse_ms = sum(ms for name, ms in blocks.items()
                         if name.startswith('pts_middle_encoder'))
-        total_ms = sum(blocks.values())
-        case = {'voxels': len(features), 'active_rows': list(rulebooks.num_rows),
-                'blocks_ms': blocks, 'sparse_ms': sparse_ms, 'dense_ms': total_ms - sparse_ms,
-                'total_ms': total_ms, 'peak_memory_mib': _peak_memory_mib()}
-        case['peers'] = _time_network_peers(result, unfolded, state, grid, features, rulebooks,
-                                            repeat)
-        if 'dense_ms' in case['peers'] and 'sparse_ms' in case['peers']:
+        case.update(blocks_ms=blocks, sparse_ms=sparse_ms,
+                    dense_ms=sum(blocks.values()) - sparse_ms, total_ms=total_ms,
+                    peers=_peer_times(dict(zip(others, their_ms, strict=True))))
+        if {'dense_ms', 'sparse_ms'} <= case['peers'].keys():
             case['ratio'] = total_ms / (case['peers']['dense_ms'] + case['peers']['sparse_ms'])
         result['cases'].append(case)
     return result
+
+
+class _Frame:
+    """Runs the network on one frame and notes the time of each block (ms)."""
+
+    def __init__(self, net: BEVFusionNet, features: torch.Tensor, rulebooks: Rulebooks) -> None:
+        self.net = net
+        self.features = features
+        self.rulebooks = rulebooks
+        self.laps: dict[str, list[float]] = {}
+
+    def __call__(self) -> None:
+        self._last = time.perf_counter()
+        with torch.inference_mode():
+            self.net.run_blocks(self.features, self.rulebooks, self._lap)
+        self._lap('outputs')
+
+    def _lap(self, name: str, tensor: torch.Tensor | None = None) -> None:
+        now = time.perf_counter()
+        self.laps.setdefault(name, []).append(1e3 * (now - self._last))
+        self._last = now
+
+
+def _network_peers(result: dict[str, Any], unfolded: BEVFusionNet, state: dict[str, np.ndarray],
+                   grid: GridConfig, frame: _Frame) -> dict[str, Callable[[], Any]]:
+    """Return the peers that are installed: dense layers, sparse layers with their rulebooks."""
+    config, threads = unfolded.config, torch.get_num_threads()
+    functions: dict[str, Callable[[], Any]] = {}
+    dense = _peer(result, 'onnxruntime',
+                  lambda: peers.onnxruntime_dense(unfolded, grid, threads))
+    if dense:
+        size_z = config.level_shapes_xyz[-1][2]
+        bev = np.random.default_rng(0).random(
+            (1, config.bev_channels * size_z, *config.feature_map_xy), np.float32)
+        functions['dense'] = lambda: dense(bev)
+    encoder = _peer(result, 'spconv', lambda: peers.spconv_encoder(config, state))
+    if encoder:
+        coords_xyz = frame.rulebooks.coords_xyz[0]
+        pairs = peers.spconv_indice_pairs(config)
+
+        def with_threads(count: int, function: Callable[..., Any], *args: Any) -> None:
+            torch.set_num_threads(count)  # spconv multiplies through torch
+            with peers.spconv_threads(count):
+                function(*args)
+            torch.set_num_threads(threads)
+
+        for count in dict.fromkeys((1, threads)):
+            functions[f'sparse_{count}_threads'] = partial(
+                with_threads, count, encoder, frame.features, coords_xyz)
+            functions[f'pairs_{count}_threads'] = partial(with_threads, count, pairs, coords_xyz)
+    return functions
+
+
+def _peer_times(ms: dict[str, float]) -> dict[str, float]:
+    """Return the peers' times, that of spconv without its rulebooks."""
+    times = {'dense_ms': ms['dense']} if 'dense' in ms else {}
+    sparse = {f'{name}_ms': value - ms[name.replace('sparse', 'pairs')]
+              for name, value in ms.items() if name.startswith('sparse')}
+    return {**times, **sparse, **({'sparse_ms': min(sparse.values())} if sparse else {})}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -191,11 +254,13 @@ def _cpu_lines(case: dict[str, Any]) -> list[str]:
 # Measuring
 
 
-def _median_ms(functions: Sequence[Callable[[], Any]], repeat: int) -> list[float]:
+def _median_ms(functions: Sequence[Callable[[], Any]], repeat: int,
+               pause_s: float = 0.0) -> list[float]:
     """Run functions by turns; return the median of each, the first round not counted."""
     laps: list[list[float]] = [[] for _ in functions]
     for turn in range(repeat + 1):
         for function, lap in zip(functions, laps, strict=True):
+            time.sleep(pause_s)
             start = time.perf_counter()
             function()
             if turn:
@@ -209,52 +274,6 @@ def _stage(name: str, repeat: int, ours: Callable[[], Any], peer: str = '',
         return {'stage': name, 'ms': _median_ms([ours], repeat)[0]}
     ms, peer_ms = _median_ms([ours, theirs], repeat)
     return {'stage': name, 'ms': ms, 'peer': peer, 'peer_ms': peer_ms, 'ratio': peer_ms / ms}
-
-
-def _time_blocks(net: BEVFusionNet, features: torch.Tensor, rulebooks: Any,
-                 repeat: int) -> dict[str, float]:
-    """Return the median time of each block, in the order of the data."""
-    laps: dict[str, list[float]] = {}
-    for turn in range(repeat + 1):
-        last = time.perf_counter()
-
-        def keep(name: str, tensor: Any, turn: int = turn) -> None:
-            nonlocal last
-            now = time.perf_counter()
-            if turn:
-                laps.setdefault(name, []).append(1e3 * (now - last))
-            last = now
-
-        net.run_blocks(features, rulebooks, keep)
-        keep('outputs', None)
-    return {name: statistics.median(lap) for name, lap in laps.items()}
-
-
-def _time_network_peers(result: dict[str, Any], unfolded: BEVFusionNet,
-                        state: dict[str, np.ndarray], grid: GridConfig, features: torch.Tensor,
-                        rulebooks: Any, repeat: int) -> dict[str, float]:
-    config, threads = unfolded.config, torch.get_num_threads()
-    times = {}
-    dense = _peer(result, 'onnxruntime',
-                  lambda: peers.onnxruntime_dense(unfolded, grid, threads))
-    if dense:
-        size_z = config.level_shapes_xyz[-1][2]
-        bev = np.random.default_rng(0).random(
-            (1, config.bev_channels * size_z, *config.feature_map_xy), np.float32)
-        times['dense_ms'] = _median_ms([lambda: dense(bev)], repeat)[0]
-    encoder = _peer(result, 'spconv', lambda: peers.spconv_encoder(config, state))
-    if encoder:
-        coords_xyz = rulebooks.coords_xyz[0].copy()
-        pairs = peers.spconv_indice_pairs(config)
-        for count in dict.fromkeys((1, threads)):
-            torch.set_num_threads(count)  # spconv multiplies through torch
-            with peers.spconv_threads(count):
-                whole, pairs_ms = _median_ms([lambda: encoder(features, coords_xyz),
-                                              lambda: pairs(coords_xyz)], repeat)
-            times[f'sparse_{count}_threads_ms'] = whole - pairs_ms
-        torch.set_num_threads(threads)
-        times['sparse_ms'] = min(ms for name, ms in times.items() if name.startswith('sparse_'))
-    return times
 
 
 def _peer(result: dict[str, Any], package: str, make: Callable[[], Any]) -> Any:
