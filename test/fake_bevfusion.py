@@ -22,6 +22,8 @@ class FakeModel:
     """Answers with one object: its position is the ego's, its length the number of points.
 
     Its width is 2 when the call reset the stream, else 1; its height is the number of calls.
+
+    :ivar meta: of the answers to come, with the keys that the node reads.
     """
 
     def __init__(self, config: BEVFusionConfig, delay_s: float = 0.0,
@@ -32,6 +34,10 @@ class FakeModel:
         self.fail_at = fail_at
         self.num_calls = 0
         self.num_resets = 0
+        self.meta = {
+            'num_points_dropped': 0, 'num_sweeps_skipped': 0, 'num_voxels_clipped': 0,
+            'is_num_voxels_within_range': True,
+            'postprocess': {'proposals': 500, 'non_finite': 0, 'unknown_class': 0}}
         self.is_closed = False
 
     def warmup(self) -> None:
@@ -53,8 +59,7 @@ class FakeModel:
         return Detections3D(
             np.array([box], np.float32), np.zeros((1, 2), np.float32),
             np.array([score], np.float32), np.array([1], np.uint8), np.array([1], np.uint8),
-            np.array([0]), {'is_num_voxels_within_range': len(points) < 1000,
-                            'num_voxels_clipped': 7})
+            np.array([0]), self.meta)
 
     def reset_stream(self, stream_id: str | None = None) -> None:
         """Count the call."""

@@ -50,6 +50,12 @@ def test_recordings_of_no_use_are_refused(tmp_path, data_dir):
         read_recording(data_dir / 'permissive' / 'bags' / 'velodyne_vlp16_packets')
 
 
+def test_a_recording_of_no_use_is_refused_before_weights_are_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, '_weights', lambda *_: pytest.fail('weights were asked for'))
+    with pytest.raises(InputError, match='no such bag'):
+        demo.run_demo(argparse.Namespace(bag=tmp_path / 'nothing', weights=None, out=tmp_path))
+
+
 @pytest.mark.parametrize('edges, connected', [
     ([], False),
     ([('map', 'base_link')], True),
@@ -102,16 +108,17 @@ from tt_perception.recording import read_recording
 demo.NODE_MODULE = 'fake_bevfusion'
 demo.ANSWER_LIMIT_S = {limit_s}
 demo.GRACE_S = 1.0
-demo._weights = lambda choice, terminal: demo._Weights('', {is_random})
+demo._weights = lambda choice, terminal: demo._Weights({weights!r}, {is_random})
 sys.exit(demo.run_demo(argparse.Namespace(bag=Path({bag!r}) if {bag!r} else None,
                                           weights=None, out=Path({out!r}))))
 '''
 
 
-def start_demo(out, bag=None, is_random=True, limit_s=60, **env):
+def start_demo(out, bag=None, is_random=True, limit_s=60, weights='', **env):
     pytest.importorskip('rclpy', reason='no ROS here')
     pytest.importorskip('autoware_perception_msgs.msg', reason='no Autoware messages here')
-    code = _RUN.format(limit_s=limit_s, is_random=is_random, bag=str(bag or ''), out=str(out))
+    code = _RUN.format(limit_s=limit_s, is_random=is_random, bag=str(bag or ''), out=str(out),
+                       weights=weights)
     python_path = [str(TESTS.parent), str(TESTS), os.environ.get('PYTHONPATH', '')]
     return subprocess.Popen(
         [sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -140,6 +147,16 @@ def test_demo_fails_when_the_node_does(tmp_path, bag):
     assert process.returncode == 1, output
     assert 'FAILED: ' in output
     assert 'injected fault' in output  # the end of the node's log
+
+
+def test_demo_does_not_wait_for_a_node_that_cannot_start(tmp_path, bag):
+    weights = tmp_path / 'damaged.onnx'
+    process = start_demo(tmp_path / 'out', bag, weights=str(weights))
+    output, _ = process.communicate(timeout=60)  # the node would have 300 s
+    assert process.returncode == 1, output
+    assert 'FAILED: the node ended with exit code 1' in output
+    assert f'{weights}: no such file or folder' in output  # the node's reason
+    assert 'Traceback' not in output
 
 
 def test_demo_ends_its_processes_on_sigterm(tmp_path, bag):

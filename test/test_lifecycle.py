@@ -175,27 +175,50 @@ def test_D10_a_fault_on_another_thread_leads_through_error_processing(make_node,
 def test_autostart_configures_and_activates(make_node):
     from rclpy.parameter import Parameter
     node = make_node()
-    node.start()
+    assert node.start()
     assert node.state == 'unconfigured'
     node = make_node(parameter_overrides=[Parameter('autostart', value=True)])
-    node.start()
+    assert node.start()
     assert node.state == 'active'
 
 
 def test_autostart_of_another_type_is_said_and_starts_nothing(make_node, capfd):
     from rclpy.parameter import Parameter
     node = make_node(parameter_overrides=[Parameter('autostart', value=1)])
-    node.start()
+    assert node.start()
     assert node.state == 'unconfigured'
     assert 'autostart: found 1, expected bool' in capfd.readouterr().err
 
 
-def test_autostart_does_not_activate_what_cannot_be_configured(make_node):
+@pytest.mark.parametrize('step, state, last_call', [
+    ('configure', 'unconfigured', 'release'), ('activate', 'inactive', 'deactivate')])
+def test_autostart_says_whether_it_failed(make_node, step, state, last_call):
     from rclpy.parameter import Parameter
     node = make_node(parameter_overrides=[Parameter('autostart', value=True)],
-                     raises={'configure': ArtifactError('x: no such file')})
-    node.start()
-    assert node.state == 'unconfigured' and 'activate' not in node.calls
+                     raises={step: ArtifactError('x: no such file')})
+    assert not node.start()
+    assert node.state == state
+    assert ('activate' in node.calls) is (step == 'activate') and node.calls[-1] == last_call
+
+
+@pytest.mark.parametrize('error, line', [
+    (ModuleNotFoundError("No module named 'torch'", name='torch'), 'torch: not installed; '),
+    (ImportError('libx.so: no such file', name='torch._C'),
+     'torch._C: cannot be imported: libx.so: no such file'),
+])
+def test_a_missing_package_is_one_line_and_no_bug(make_node, capfd, error, line):
+    node = make_node(raises={'configure': error})
+    assert node.trigger_configure() == FAILURE and node.fault.startswith(line)
+    log = capfd.readouterr().err
+    assert f'on_configure: {line}' in log and 'Traceback' not in log
+
+
+@pytest.mark.parametrize('error', [
+    ImportError('cannot import name', name='tt_perception.runtime'), ImportError('no name')])
+def test_an_import_that_fails_inside_this_package_is_a_bug(make_node, capfd, error):
+    node = make_node(raises={'configure': error})
+    assert node.trigger_configure() == FAILURE
+    assert 'Traceback' in capfd.readouterr().err
 
 
 def test_long_work_hands_on_its_result_and_its_exception(make_node):

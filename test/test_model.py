@@ -7,16 +7,19 @@ import gc
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tt_perception import BEVFusion
-from tt_perception.bevfusion.cloud import Cloud
+from tt_perception.bevfusion.cloud import Cloud, decode_cloud
 from tt_perception.bevfusion.model import capacity_bucket
 from tt_perception.runtime.errors import ArtifactError, ConfigError, InputError, PerceptionError
 
@@ -151,8 +154,13 @@ def test_a_refused_frame_leaves_its_stream_as_it_was(model, refused):
 def test_a_cloud_outside_of_the_grid_is_refused_and_not_kept(model):
     model(cloud(1), stream=frame(10.0))
     with pytest.raises(InputError, match='voxels') as refusal:
-        model(cloud(2) + 500, sweeps=[])
+        model(cloud(2) + 500, stream=frame(10.1, reset=True))
     assert refusal.value.reason == 'empty'
+    after = model(cloud(3), stream=frame(10.2))
+    assert after.meta['num_points_per_sweep'] == [len(cloud(3)), len(cloud(1))]
+    model.reset_stream()
+    model(cloud(1), stream=frame(10.0))
+    assert_equal(after, model(cloud(3), stream=frame(10.2)))
 
 
 def test_reset_forgets_the_past(model):
@@ -168,12 +176,15 @@ def test_there_are_at_most_sixteen_streams(model):
     with pytest.raises(InputError, match='16'):
         model(cloud(1, 500), stream={**frame(1.0), 'id': 'one more'})
     model.reset_stream(3)
+    with pytest.raises(InputError, match='pose'):
+        model(cloud(1, 500), stream={'id': 'refused', 'timestamp_s': 1.0})
     model(cloud(1, 500), stream={**frame(1.0), 'id': 'one more'})
 
 
 @pytest.mark.parametrize('stream', [
     7, {}, {'id': 'a'}, {'id': 'a', 'timestamp_s': 'now'}, {'id': 'a', 'timestamp_s': True},
-    {'id': [], 'timestamp_s': 1.0}, {'id': 'a', 'timestamp_s': 1.0, 'pose': None},
+    {'id': [], 'timestamp_s': 1.0},
+    {'id': None, 'timestamp_s': 1.0}, {'id': 'a', 'timestamp_s': 1.0, 'pose': None},
 ])
 def test_a_malformed_stream_is_refused(model, stream):
     with pytest.raises(InputError, match='stream'):
@@ -184,10 +195,21 @@ def test_a_malformed_stream_is_refused(model, stream):
     7, [7], [{}], [{'points': cloud(), 'time_lag_s': 0.1}], [cloud()],
     [{'points': cloud(), 'time_lag_s': None, 'T_current_from_sweep': np.eye(4)}],
     [{'points': cloud(), 'time_lag_s': 0.1, 'T_current_from_sweep': np.eye(3)}],
+    [{'points': {**dict(zip('xyz', cloud().T, strict=True)), 'time_lag': np.zeros(6_000)},
+      'time_lag_s': 0.1, 'T_current_from_sweep': np.eye(4)}],
 ])
 def test_malformed_sweeps_are_refused(model, sweeps):
     with pytest.raises(InputError):
         model(cloud(), sweeps=sweeps)
+
+
+def test_sweeps_are_read_like_the_cloud_itself(model):
+    dirty = np.pad(cloud(), ((0, 0), (0, 2)))
+    dirty[:3] = np.nan
+    detections = model(dirty, columns=('x', 'y', 'z', 'intensity', 'ring'), sweeps=[
+        {'points': dirty, 'time_lag_s': 0.1, 'T_current_from_sweep': np.eye(4)}])
+    assert detections.meta['num_points_per_sweep'] == [5_997, 5_997]
+    assert detections.meta['num_points_dropped'] == 6
 
 
 def test_a_stream_and_sweeps_together_are_refused(model):
@@ -341,19 +363,57 @@ def test_the_state_of_the_model_can_be_asked(model, artifact):
     json.dumps(info)
 
 
-def test_strict_float32_differs_by_rounding_only(artifact):
-    with BEVFusion.from_pretrained(artifact, strict_float32=True) as strict, \
-            BEVFusion.from_pretrained(artifact) as exact:
-        for model in (strict, exact):
-            model(cloud(1), stream=frame(10.0))
-        a = strict(cloud(2), stream=frame(10.1, x=0.5)).meta
-        b = exact(cloud(2), stream=frame(10.1, x=0.5)).meta
-        assert a['num_points'] == b['num_points']
-        assert abs(a['num_voxels'] - b['num_voxels']) < 0.02 * b['num_voxels']
+def features_of(artifact, **parameters) -> np.ndarray:
+    """Return what the network is given for one cloud at 80 km from the map's origin."""
+    with BEVFusion.from_pretrained(artifact, **parameters) as model:
+        seen = []
+        forward = model.forward
+
+        def keep(prepared):
+            seen.append(prepared.features.copy())
+            return forward(prepared)
+
+        model.forward = keep
+        model(cloud(1), stream={'id': 'top', 'timestamp_s': 1.0,
+                                'T_world_from_ego': pose(80_000, 0.7)})
+    return seen[0]
 
 
-def test_five_hundred_frames_allocate_nothing_that_stays(artifact):
-    """Host stages and a small network: no growth after frame 50."""
+def test_strict_float32_moves_the_current_sweep_by_rounding(artifact):
+    exact = features_of(artifact)
+    strict = features_of(artifact, strict_float32=True)
+    assert exact.shape != strict.shape or (exact != strict).any()
+    alone = features_of(artifact, strict_float32=True, densification_num_past_frames=0)
+    np.testing.assert_array_equal(alone, exact)
+
+
+def test_warmup_accepts_every_configuration_that_can_run(artifact):
+    for parameters in ({'voxels_num': [5_000, 6_000, 7_000]}, {'cloud_capacity': 900},
+                       {'use_intensity': False, 'densification_num_past_frames': 0}):
+        with BEVFusion.from_pretrained(artifact, **parameters) as model:
+            model.warmup()
+
+
+def test_a_model_that_cannot_be_built_leaves_nothing_to_close(artifact):
+    code = ('import sys; from tt_perception import BEVFusion\n'
+            'try: BEVFusion.from_pretrained(sys.argv[1], num_proposals=7)\n'
+            'except Exception as error: kept = error\n')
+    done = subprocess.run([sys.executable, '-c', code, str(artifact)], capture_output=True,
+                          text=True, check=True)
+    assert done.stderr == ''
+
+
+def test_models_run_where_nothing_can_be_written(artifact):
+    code = ('import sys; from tt_perception import BEVFusion\n'
+            'import tt_perception.runtime.jit, numba\n'
+            'assert not numba.config.CACHE_DIR\n'
+            'from tt_perception.bevfusion.remap import remap_labels')
+    subprocess.run([sys.executable, '-c', code], check=True, env={
+        **os.environ, 'HOME': '/proc/nowhere', 'XDG_CACHE_HOME': '', 'NUMBA_CACHE_DIR': ''})
+
+
+def grow(artifact: str) -> int:
+    """Run 500 frames; return how many bytes the process has grown since frame 50."""
     clouds = [cloud(seed, 5_000 + 97 * seed) for seed in range(7)]
     with BEVFusion.from_pretrained(artifact) as model:
         def run(frames: range) -> None:
@@ -363,12 +423,26 @@ def test_five_hundred_frames_allocate_nothing_that_stays(artifact):
         run(range(50))
         before = resident_bytes()
         run(range(50, 500))
-        assert resident_bytes() - before < 10_000_000
+        return resident_bytes() - before
+
+
+def test_five_hundred_frames_allocate_nothing_that_stays(artifact):
+    """Host stages and a small network, in a process of their own: no growth after frame 50."""
+    code = ('import sys; from tt_perception.runtime.threads import let_idle_threads_sleep\n'
+            'let_idle_threads_sleep(); import test_model; print(test_model.grow(sys.argv[1]))')
+    done = subprocess.run([sys.executable, '-c', code, str(artifact)], capture_output=True,
+                          text=True, check=True, env={**os.environ, 'PYTHONPATH': os.pathsep.join(
+                              [str(Path(__file__).parent), *sys.path])})
+    assert int(done.stdout) < 10_000_000
 
 
 def test_the_host_stages_allocate_no_large_array(artifact):
     points = cloud(0, 60_000)
-    decoded = Cloud(points, 0, len(points), points)
+    message = SimpleNamespace(
+        width=len(points), height=1, point_step=12, row_step=12 * len(points),
+        data=points.tobytes(), is_bigendian=False, fields=[SimpleNamespace(name=name, offset=4 * i, datatype=7, count=1)
+                                    for i, name in enumerate('xyz')])
+    buffer = np.empty_like(points)
     with BEVFusion.from_pretrained(artifact) as model:
         peaks = []
 
@@ -377,11 +451,15 @@ def test_the_host_stages_allocate_no_large_array(artifact):
             return model._backend.forward(prepared.features, prepared.rulebooks)
 
         model.forward = forward
-        for i in range(5):
+        def run(i: int) -> None:
+            decoded = decode_cloud(message, use_intensity=False, out=buffer)
             model(decoded, stream=frame(0.1 * i))
+
+        for i in range(5):
+            run(i)
         tracemalloc.start()
         for i in range(5, 8):
             tracemalloc.clear_traces()
-            model(decoded, stream=frame(0.1 * i))
+            run(i)
         tracemalloc.stop()
     assert max(peaks[-3:]) < 100_000  # the cloud alone has 720,000 bytes

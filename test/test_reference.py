@@ -29,7 +29,7 @@ from tt_perception.bevfusion.reference import (
     top_k,
 )
 from tt_perception.bevfusion.sparseconv import Pairs, SparseConvolution
-from tt_perception.runtime.errors import ArtifactError, ConfigError
+from tt_perception.runtime.errors import ArtifactError, ConfigError, InputError
 from tt_perception.runtime.pool import RowPool
 
 # kernel, stride, padding, submanifold: the different ones of the network
@@ -167,12 +167,22 @@ def test_blocks_are_not_written_to_later(tiny_frame):
         assert torch.equal(tensor, copy), name
 
 
-def test_number_of_parameters_is_the_release():
-    with torch.device('meta'):
-        net = BEVFusionNet(NetworkConfig())
+def test_features_of_another_type_or_shape_are_refused(tiny_frame):
+    features, rulebooks, _ = tiny_frame
+    net = random_net(TINY)
+    for wrong in (features[1:], features[:, :3], features.double(), features[0]):
+        with pytest.raises(InputError, match='^features: found torch'):
+            net(wrong, rulebooks)
 
+
+@pytest.fixture(scope='module')
+def release():
+    return BEVFusionNet(NetworkConfig())
+
+
+def test_number_of_parameters_is_the_release(release):
     def count(*names):
-        return sum(p.numel() for name in names for p in net.get_submodule(name).parameters())
+        return sum(p.numel() for name in names for p in release.get_submodule(name).parameters())
 
     assert count('pts_middle_encoder') == 2_693_920
     assert count('pts_backbone') == 4_280_832
@@ -184,10 +194,8 @@ def test_number_of_parameters_is_the_release():
     assert count('') == 8_298_868
 
 
-def test_names_and_layouts_of_weights_are_upstreams():
-    with torch.device('meta'):
-        shapes = {name: tuple(t.shape) for name, t in
-                  BEVFusionNet(NetworkConfig()).state_dict().items()}
+def test_names_and_layouts_of_weights_are_upstreams(release):
+    shapes = {name: tuple(t.shape) for name, t in release.state_dict().items()}
     for name, shape in {
             'pts_middle_encoder.conv_input.0.weight': (16, 3, 3, 3, 4),
             'pts_middle_encoder.conv_input.1.running_var': (16,),

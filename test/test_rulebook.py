@@ -232,8 +232,7 @@ def test_all_eight_convolutions_equal_dense_convolution_at_the_active_sites(shap
                                             stride=stride, padding=padding)
         assert volume.shape[2:] == shapes[target]
         expected = volume[0, :, outputs[:, 0], outputs[:, 1], outputs[:, 2]].T
-        torch.testing.assert_close(gathered(features, table, weight), expected,
-                                   rtol=0, atol=1e-12)
+        assert (gathered(features, table, weight) - expected).abs().max() < 1e-12
         if source != target:  # the active sites are exactly those that some input reaches
             ones = torch.ones(len(sites), 1, dtype=torch.float64)
             reached = torch.nn.functional.conv3d(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from tt_perception.runtime.errors import ConfigError, PerceptionError
 from tt_perception.runtime.threads import let_idle_threads_sleep
 
 EXIT_FAILED = 1
+_FLOAT = re.compile(r'[-+]?\d+(\.\d*)?[eE][-+]?\d+')  # YAML 1.1 takes 1e-1 for a text
 EXIT_INTERRUPTED = 130
 
 
@@ -35,10 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PerceptionError as error:
         print(f'tt_perception: {error}', file=sys.stderr)
         return EXIT_FAILED
+    except ImportError as error:
+        print(f'tt_perception: needs the package {error.name}, which is not installed; see the '
+              'README', file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, for example head, has had enough
         sys.stderr.close()
+        return EXIT_FAILED
+    except OSError as error:
+        print(f'tt_perception: {error.filename}: {error.strerror}', file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -127,7 +136,7 @@ def _parse_parameters(settings: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f'--param: found {setting!r}, expected NAME=VALUE')
         try:
-            values[name] = yaml.safe_load(text)
+            values[name] = float(text) if _FLOAT.fullmatch(text) else yaml.safe_load(text)
         except yaml.YAMLError:
             raise ConfigError(f'--param {name}: found {text!r}, expected YAML') from None
     return values
@@ -142,7 +151,9 @@ def _detect(args: argparse.Namespace) -> int:
             try:
                 detections = model(path, columns=args.columns)
             except PerceptionError as error:  # the other files are still of use
-                print(f'tt_perception: {path}: {error}', file=sys.stderr)
+                text = str(error)
+                named = text if text.startswith(str(path)) else f'{path}: {text}'
+                print(f'tt_perception: {named}', file=sys.stderr)
                 failed = True
                 continue
             if args.json:

@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tt_perception import __version__
-from tt_perception.recording import (
-    WORLD_FRAME,
-    Recording,
-    messages,
-    read_recording,
-    stamp_ns_of,
-)
+from tt_perception.recording import WORLD_FRAME, Recording, messages, read_recording
 from tt_perception.runtime.errors import ArtifactError, PerceptionError
 from tt_perception.runtime.paths import cache_dir, share_dir
 from tt_perception.terminal import Terminal
@@ -72,13 +66,14 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def _run_demo(args: argparse.Namespace, terminal: Terminal) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
-    weights = _weights(args.weights, terminal)
+    # The recording first: a wrong one is said before weights are downloaded or made.
     bag = args.bag if args.bag is not None else _simulate(args.out, terminal)
     with terminal.waiting(f'reading {bag}'):
         recording = read_recording(bag)
     terminal.line(f'recording   {bag}: {len(recording.clouds)} clouds on {recording.topic}')
     if not recording.has_pose:
         terminal.line(f'            no transform to {WORLD_FRAME} in it: single sweeps')
+    weights = _weights(args.weights, terminal)
     run = _Run(recording, weights, args.out, terminal)
     try:
         run.play()
@@ -365,6 +360,7 @@ class _Run:
         from tt_perception.bevfusion.cloud import decode_cloud
         from tt_perception.picture import birds_eye
         from tt_perception.ros.bag import CLOUD_TYPE
+        from tt_perception.ros.conversions import stamp_to_ns
         from tt_perception.sim.bag import read_truth, truth_path
         recording = self._recording
         answers = {a.stamp_ns: a for a in self._answers}
@@ -372,8 +368,9 @@ class _Run:
         if not drawn:
             return None
         best = max(drawn, key=lambda cloud: (cloud.num_points, cloud.stamp_ns))
-        message = next(m for topic, m in messages(recording.bag, CLOUD_TYPE)
-                       if topic == recording.topic and stamp_ns_of(m) == best.stamp_ns)
+        message = next(
+            m for topic, m in messages(recording.bag, CLOUD_TYPE)
+            if topic == recording.topic and stamp_to_ns(m.header.stamp) == best.stamp_ns)
         truth_file = truth_path(recording.bag)
         truth = read_truth(truth_file).get(best.stamp_ns) if truth_file.exists() else None
         path = self._out / 'birds_eye.png'

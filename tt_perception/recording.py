@@ -46,6 +46,7 @@ def read_recording(bag: Path) -> Recording:
     :raises InputError: it cannot be read, or holds no cloud.
     """
     from tt_perception.ros.bag import CLOUD_TYPE, TF_TYPE
+    from tt_perception.ros.conversions import stamp_to_ns
     from tt_perception.sim.bag import CLOUD_TOPIC
     heads: dict[str, list[CloudHead]] = {}
     edges: list[tuple[str, str]] = []
@@ -57,7 +58,8 @@ def read_recording(bag: Path) -> Recording:
                       for t in message.transforms]
         else:
             heads.setdefault(topic, []).append(CloudHead(
-                stamp_ns_of(message), message.header.frame_id, message.width * message.height))
+                stamp_to_ns(message.header.stamp), message.header.frame_id,
+                message.width * message.height))
     if not heads:
         raise InputError(f'{bag}: found no message of type {CLOUD_TYPE}, expected some',
                          reason='bag')
@@ -84,11 +86,6 @@ def messages(bag: Path, *types: str) -> Iterator[tuple[str, Any]]:
                 raise InputError(f'{bag}: found a message on {topic.name} that is no {topic.type}',
                                  reason='bag') from error
             yield topic.name, message
-
-
-def stamp_ns_of(message: Any) -> int:
-    """Return the stamp of a message with a header, ns since 1970."""
-    return message.header.stamp.sec * 10**9 + message.header.stamp.nanosec
 
 
 def _connected(edges: Sequence[tuple[str, str]], a: str, b: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -319,10 +319,15 @@ class BEVFusionConfig:
 
         :raises ConfigError: a name that is unknown or fixed at load time, or a wrong value.
         """
-        for name in per_call:
-            if not parameter(name).per_call:
+        checked = {}
+        for name, value in per_call.items():
+            declared = parameter(name)
+            if not declared.per_call:
                 raise ConfigError(f'{name}: fixed when the model is loaded; cannot change now')
-        return BEVFusionConfig.from_parameters({**self.parameters, **per_call})
+            checked[name] = declared.check(value)
+        values = {**self.parameters, **checked}
+        postprocess, scores = _postprocess(values, values)
+        return replace(self, postprocess=postprocess, parameters={**values, **scores})
 
 
 def _grid(v: Mapping[str, Any]) -> GridConfig:
@@ -339,6 +344,9 @@ def _grid(v: Mapping[str, Any]) -> GridConfig:
     if not least <= usual <= most <= MAX_VOXELS:
         raise ConfigError(f'voxels_num: found {v["voxels_num"]}, '
                           f'expected ascending values up to {MAX_VOXELS}')
+    if v['cloud_capacity'] < least:
+        raise ConfigError(f'cloud_capacity: found {v["cloud_capacity"]}, expected at least the '
+                          f'{least} points that voxels_num asks for')
     grid = GridConfig(v['point_cloud_range'], v['voxel_size'], v['max_points_per_voxel'],
                       least, most, v['use_intensity'])
     if min(grid.size_xyz) < 1:

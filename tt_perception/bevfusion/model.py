@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from tt_perception.bevfusion.weights import NetworkWeights, check_against, read_
 from tt_perception.runtime.errors import ConfigError, InputError
 from tt_perception.runtime.model import Model, StageClock
 
+_log = logging.getLogger(__name__)
+
 BACKENDS = ('auto', 'cpu')
 _FRAMES_IN_FLIGHT = 2
 
@@ -46,8 +49,10 @@ class CpuBackend:
     name = 'cpu'
 
     def __init__(self, weights: NetworkWeights) -> None:
-        import torch
-
+        try:
+            import torch
+        except ImportError:
+            raise ConfigError("backend: 'cpu' needs torch, which is not installed") from None
         from tt_perception.bevfusion.reference import BEVFusionNet
         self._torch = torch
         self._net = BEVFusionNet(weights.config, folded=True)
@@ -113,7 +118,6 @@ class BEVFusion(Model):
         :raises ConfigError: unknown backend.
         :raises ArtifactError: the weights and the configuration are not of the same network.
         """
-        super().__init__()
         if backend not in BACKENDS:
             raise ConfigError(f'backend: found {backend!r}, expected one of '
                               + ', '.join(map(repr, BACKENDS)))
@@ -127,6 +131,7 @@ class BEVFusion(Model):
         self._streams_lock = threading.Lock()
         self._idle_workspaces: list[_Workspace] = []
         self._workspace_slots = threading.BoundedSemaphore(_FRAMES_IN_FLIGHT)
+        super().__init__()
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None = None, *, backend: str = 'auto',
@@ -142,6 +147,8 @@ class BEVFusion(Model):
         :raises ConfigError: a wrong parameter.
         """
         artifact = resolve(source)
+        if artifact.has_random_weights:
+            _log.warning('%s: random weights: what is detected means nothing', artifact.onnx)
         values = known_parameters({**read_parameter_file(artifact.ml_package),
                                    **read_parameter_file(artifact.class_remapper)})
         config = BEVFusionConfig.from_parameters({**values, **parameters})
@@ -158,7 +165,8 @@ class BEVFusion(Model):
         :param sweeps: past sweeps, each ``{'points', 'time_lag_s', 'T_current_from_sweep'}``.
         :param stream: ``{'id', 'timestamp_s', 'T_world_from_ego'}``: the model keeps the past
             sweeps of this stream itself, as the ROS node does; ``'reset': True`` drops them first.
-        :param columns: names of the columns of ``points`` when the file or array does not say.
+        :param columns: names of the columns of ``points``, and of the sweeps', where files or
+            arrays do not say.
         :param per_call: thresholds for this call only.
         :raises InputError: the frame is refused; the stream is as it was before.
         :raises ConfigError: a parameter is wrong.
@@ -182,15 +190,20 @@ class BEVFusion(Model):
                                      reason='stream')
                 with self._stream(stream) as (cache, stamp_s, pose):
                     past = cache.past_sweeps(stamp_s, pose)
-                    prepared = self._prepare(workspace, cloud, past, clock, pose)
+                    is_reset = bool(stream.get('reset'))
+                    prepared = self._prepare(workspace, cloud, [] if is_reset else past, clock,
+                                             pose)
+                    if is_reset:
+                        cache.clear()
                     cache.push(cloud.points, stamp_s, pose)
             else:
                 if sweeps is not None and (isinstance(sweeps, (str, bytes, Mapping))
                                            or not isinstance(sweeps, Sequence)):
                     raise InputError(f'sweeps: found {type(sweeps).__name__}, expected a list',
                                      reason='sweeps')
-                past = [self._sweep(sweep) for sweep in sweeps or ()]
+                past, num_dropped = self._sweeps(sweeps or (), columns)
                 prepared = self._prepare(workspace, cloud, past, clock)
+                prepared.meta['num_points_dropped'] += num_dropped
             yield prepared
 
     def _read(self, points: Any, columns: Sequence[str] | None = None) -> PointArray:
@@ -200,8 +213,9 @@ class BEVFusion(Model):
 
     def _prepare(self, workspace: _Workspace, cloud: PointArray, past: Sequence[Sweep],
                  clock: StageClock, pose: Any = None) -> Prepared:
+        past_is_used = self.config.densification.num_past_frames > 0
         dense = workspace.densifier(cloud.points, past, time_lag=cloud.time_lag,
-                                    T_world_from_current=pose)
+                                    T_world_from_current=pose if past_is_used else None)
         clock.lap('densify')
         voxels = workspace.voxelizer(dense.points)
         num_voxels = len(voxels.num_points)
@@ -254,7 +268,9 @@ class BEVFusion(Model):
         """Hold one stream for one frame; yield its cache, the stamp and the pose."""
         known = {'id', 'timestamp_s', 'T_world_from_ego', 'reset'}
         if not isinstance(stream, Mapping) or not {'id', 'timestamp_s'} <= set(stream) <= known:
-            raise InputError(f'stream: found {stream!r}, expected a mapping with id, timestamp_s, '
+            found = sorted(map(str, stream)) if isinstance(stream, Mapping) \
+                else type(stream).__name__
+            raise InputError(f'stream: found {found}, expected a mapping with id, timestamp_s, '
                              'T_world_from_ego and, if wanted, reset', reason='stream')
         if not isinstance(stream['id'], (str, int)):
             raise InputError(f'stream: found id {stream["id"]!r}, expected a text or an integer',
@@ -273,9 +289,15 @@ class BEVFusion(Model):
                                      'reset_stream', reason='stream')
                 held = self._streams[stream['id']] = _Stream(SweepCache(self.config.densification))
         with held.lock:
-            if stream.get('reset'):
-                held.cache.clear()
-            yield held.cache, float(stamp_s), stream.get('T_world_from_ego')
+            try:
+                yield held.cache, float(stamp_s), stream.get('T_world_from_ego')
+            except BaseException:
+                if len(held.cache) == 0:  # a stream begins with its first frame that is taken
+                    with self._streams_lock:
+                        self._streams.pop(stream['id'], None)
+                raise
+            with self._streams_lock:
+                self._streams.setdefault(stream['id'], held)
 
     def reset_stream(self, stream_id: str | None = None) -> None:
         """Forget the past sweeps of one stream, or of all."""
@@ -285,21 +307,35 @@ class BEVFusion(Model):
             else:
                 self._streams.pop(stream_id, None)
 
-    def _sweep(self, sweep: Mapping[str, Any]) -> Sweep:
+    def _sweeps(self, sweeps: Sequence[Mapping[str, Any]],
+                columns: Sequence[str] | None) -> tuple[list[Sweep], int]:
+        """Return the sweeps of a call and how many of their points were dropped."""
+        found = [self._sweep(sweep, columns) for sweep in sweeps]
+        return [sweep for sweep, _ in found], sum(dropped for _, dropped in found)
+
+    def _sweep(self, sweep: Mapping[str, Any],
+               columns: Sequence[str] | None) -> tuple[Sweep, int]:
         expected = {'points', 'time_lag_s', 'T_current_from_sweep'}
         if not isinstance(sweep, Mapping) or set(sweep) != expected:
-            found = sorted(sweep) if isinstance(sweep, Mapping) else type(sweep).__name__
+            found = sorted(map(str, sweep)) if isinstance(sweep, Mapping) \
+                else type(sweep).__name__
             raise InputError(f'sweeps: found {found}, expected mappings with {sorted(expected)}',
                              reason='sweeps')
-        cloud = self._read(sweep['points'])
-        return Sweep(cloud.points, sweep['time_lag_s'], sweep['T_current_from_sweep'])
+        cloud = self._read(sweep['points'], columns)
+        if cloud.time_lag is not None:
+            raise InputError('sweeps: found a time_lag column, expected time_lag_s only',
+                             reason='sweeps')
+        return (Sweep(cloud.points, sweep['time_lag_s'], sweep['T_current_from_sweep']),
+                cloud.num_dropped)
 
     def warmup(self) -> None:
         """Compile the host kernels and run the network once, so that the first frame is fast."""
         warm_up_decoding()
         low, high = np.reshape(self.config.grid.point_cloud_range, (2, 3))
         columns = ('x', 'y', 'z', 'intensity')[:self.config.grid.num_features - 1]
-        points = np.random.default_rng(0).uniform(low, high, (2_000, 3))
+        num_points = min(max(2_000, 4 * self.config.grid.min_voxels),
+                         self.config.densification.cloud_capacity)
+        points = np.random.default_rng(0).uniform(low, high, (num_points, 3))
         points = np.pad(points, ((0, 0), (0, len(columns) - 3))).astype(np.float32)
         cloud = Cloud(points, 0, len(points), points)
         past = {'points': cloud, 'time_lag_s': 0.1, 'T_current_from_sweep': np.eye(4)}
@@ -313,6 +349,7 @@ class BEVFusion(Model):
             'model': 'BEVFusion-L',
             'source': str(self._artifact.onnx) if self._artifact else None,
             'revision': self._artifact.revision if self._artifact else None,
+            'random_weights': bool(self._artifact and self._artifact.has_random_weights),
             'backend': self._backend.name,
             'class_names': list(self.config.class_names),
             'grid_size_xyz': list(self.config.grid.size_xyz),

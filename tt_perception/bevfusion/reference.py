@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.fold import BRANCHES, EPSILON, HEAD_EPSILON
 from tt_perception.bevfusion.sparseconv import Pairs, SparseConvolution
-from tt_perception.runtime.errors import ConfigError
+from tt_perception.runtime.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from tt_perception.bevfusion.rulebook import Rulebooks
@@ -61,6 +61,7 @@ class BEVFusionNet(nn.Module):
         :param features: float32 [n, features], one row an active voxel, in the rulebooks' order.
         :returns: bbox_pred float32 [10, K], score float32 [K], label_pred int64 [K]; what is in
             them says :class:`tt_perception.bevfusion.detections.RawDetections`.
+        :raises InputError: features of another type or shape.
         """
         return self.run_blocks(features, rulebooks, lambda name, tensor: None)
 
@@ -79,6 +80,10 @@ class BEVFusionNet(nn.Module):
     def run_blocks(self, features: Tensor, rulebooks: Rulebooks,
                    keep: Keep) -> tuple[Tensor, Tensor, Tensor]:
         """Do as :meth:`forward`; call ``keep`` with name and output of every block on the way."""
+        expected = (rulebooks.num_rows[0], self.config.in_channels)
+        if features.dtype != torch.float32 or features.shape != expected:
+            raise InputError(f'features: found {features.dtype} {list(features.shape)}, '
+                             f'expected torch.float32 {list(expected)}', reason='layout')
         bev = self.pts_middle_encoder(features, rulebooks, keep)
         return self.bbox_head(self.pts_neck(self.pts_backbone(bev, keep), keep), keep)
 

@@ -26,7 +26,7 @@ from tt_perception.bevfusion.reference import BEVFusionNet, local_maxima
 from tt_perception.bevfusion.rulebook import RulebookBuilder, Rulebooks
 from tt_perception.bevfusion.voxelize import Voxelizer
 from tt_perception.bevfusion.weights import OUT_SIZE_FACTOR, check_grid
-from tt_perception.runtime.errors import ConfigError
+from tt_perception.runtime.errors import ArtifactError, ConfigError
 
 POINTS_PER_VOXEL = 2.375  # of a seeded cloud on the release's grid
 
@@ -237,12 +237,21 @@ def make_artifact(folder: str | Path, seed: int = 0) -> list[Path]:
     """Write an artifact of the release's sizes with seeded weights; see :func:`write_artifact`.
 
     A note beside the files says that the weights are random.
+
+    :raises ArtifactError: the folder holds a network without that note, or cannot be written.
     """
+    folder = Path(folder)
+    note = folder / RANDOM_WEIGHTS
+    if (folder / ONNX).exists() and not note.exists():
+        raise ArtifactError(f'{folder / ONNX}: exists and is not random; expected another folder')
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(f'Seeded random weights, seed {seed}: what this network detects means '
+                        'nothing.\n', encoding='utf-8')
+    except OSError as error:
+        raise ArtifactError(f'{folder}: cannot be written: {error.strerror}') from None
     net = seeded_network(seed=seed)
-    paths = write_artifact(net, grid_of(net.config), folder)
-    note = f'Seeded random weights, seed {seed}: what this network detects means nothing.\n'
-    (Path(folder) / RANDOM_WEIGHTS).write_text(note, encoding='utf-8')
-    return paths
+    return write_artifact(net, grid_of(net.config), folder)
 
 
 def _ml_package(config: NetworkConfig, grid: GridConfig,

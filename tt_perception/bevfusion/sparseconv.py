@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -32,7 +33,7 @@ _FLOAT_BYTES = 4
 # A tile has as many accumulators as registers hold: 6 x 32 in AVX-512, 6 x 16 in AVX2 and NEON.
 _TILE_PAIRS = 6
 _MIN_LANES = 16
-_LANES = 32 if binding.get_host_cpu_features().get('avx512f') else _MIN_LANES
+_LANES = 32 if '+avx512f' in get_host_cpu_features() else _MIN_LANES
 
 
 @dataclass(frozen=True)

@@ -230,14 +230,43 @@ class BEVFusionNode(FrameNode):
         self.get_logger().info('time jumped back: transforms and past sweeps are forgotten')
 
     def _diagnose(self, stamp: Any, detections: Detections3D) -> None:
-        meta = detections.meta
-        is_within = meta.get('is_num_voxels_within_range', True)
-        message = 'OK' if is_within else (
-            f'more voxels than the maximum; {meta["num_voxels_clipped"]} are left out')
-        self.diagnostics.publish(stamp, 'bevfusion_trt', Level.OK if is_within else Level.WARN,
-                                 message, {'is_num_voxels_within_range': is_within})
-        if not is_within:
-            self.warn_throttled('voxels', f'cloud: {message}')
+        """Say how this cloud went; each kind of problem is also logged, throttled."""
+        problems = _problems(detections.meta)
+        self.diagnostics.publish(stamp, 'bevfusion_trt', Level.WARN if problems else Level.OK,
+                                 '; '.join(problems.values()) or 'OK', _values(detections.meta))
+        for key, text in problems.items():
+            self.warn_throttled(key, text)
+
+
+def _values(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key -> value of the status of one cloud; the keys are those of ``meta``."""
+    values = {key: meta[key] for key in (
+        'is_num_voxels_within_range', 'num_voxels_clipped', 'num_sweeps_skipped',
+        'num_points_dropped')}
+    values.update({f'postprocess.{key}': meta['postprocess'][key]
+                   for key in ('non_finite', 'unknown_class')})
+    return values
+
+
+def _problems(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return key -> text of what makes the answer to one cloud doubtful."""
+    counts = meta['postprocess']
+    problems = {}
+    if not meta['is_num_voxels_within_range']:
+        problems['is_num_voxels_within_range'] = (
+            f'cloud: more voxels than the maximum; {meta["num_voxels_clipped"]} are left out')
+    if skipped := meta['num_sweeps_skipped']:
+        problems['num_sweeps_skipped'] = (
+            f'cloud: {skipped} past sweeps do not fit into cloud_capacity and are left out')
+    if broken := counts['non_finite']:
+        problems['postprocess.non_finite'] = (
+            f'network: {broken} of {counts["proposals"]} proposals are not finite and are '
+            'dropped; the weights may be damaged')
+    if unknown := counts['unknown_class']:
+        problems['postprocess.unknown_class'] = (
+            f'network: {unknown} proposals are of a class without a label and become UNKNOWN; '
+            'class_names may not be those of the weights')
+    return problems
 
 
 def _objects_writer() -> DetectedObjectsWriter:

@@ -25,7 +25,7 @@ _POINT_FIELD_TYPES = {  # sensor_msgs/msg/PointField
 
 
 def stamp_to_ns(stamp: Any) -> int:
-    """Return a ``builtin_interfaces/msg/Time`` in nanoseconds."""
+    """Return a ``builtin_interfaces/msg/Time`` in nanoseconds, whichever library read it."""
     return stamp.sec * 10**9 + stamp.nanosec
 
 

@@ -53,7 +53,8 @@ class Monitor:
         self._heard_s: dict[int, float] = {}
         self._hears_clouds = False
         self._context = rclpy.Context()
-        rclpy.init(context=self._context, signal_handler_options=SignalHandlerOptions.NO)
+        rclpy.init(args=[], context=self._context,
+                   signal_handler_options=SignalHandlerOptions.NO)
         self._node = rclpy.create_node('demo_monitor', context=self._context)
         self._node.create_subscription(Clock, '/clock', self._on_clock, QoSProfile(depth=1))
         self._node.create_subscription(DetectedObjects, self.objects_topic, self._on_objects,

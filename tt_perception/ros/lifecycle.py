@@ -100,7 +100,8 @@ class ManagedNode(LifecycleNode):
         self._library_logger.propagate = False  # else it is said twice
         self.declare_parameter('autostart', False, ParameterDescriptor(
             description='configure and activate the node when its process starts, without a '
-                        'lifecycle manager', dynamic_typing=True))
+                        'lifecycle manager; if that fails, the process ends with exit code 1',
+            dynamic_typing=True))
 
     def configure(self) -> None:
         """Read the parameters and prepare everything that takes long."""
@@ -124,16 +125,21 @@ class ManagedNode(LifecycleNode):
         """The node is active."""
         return self._is_active
 
-    def start(self) -> None:
-        """Configure and activate, if the parameter ``autostart`` says so."""
+    def start(self) -> bool:
+        """Configure and activate, if the parameter ``autostart`` says so.
+
+        :returns: False if that failed, for a reason that is in the log; then there may be nobody
+            who would try again, and the process is to end.
+        """
         autostart = self.get_parameter('autostart').value
         if not isinstance(autostart, bool):
             self.get_logger().error(f'autostart: found {autostart!r}, expected bool')
         if autostart is not True:
             self.get_logger().info('unconfigured and waiting for a lifecycle manager')
-            return
+            return True
         if self.trigger_configure() == _SUCCESS and not self._is_ending:
             self.trigger_activate()
+        return self.fault is None
 
     def shut_down(self) -> None:
         """Go to the final state from any other, and release everything."""
@@ -214,7 +220,10 @@ class ManagedNode(LifecycleNode):
         """Go from unconfigured to inactive."""
         self.fault = None
         self._is_configured = True
-        self.configure()
+        try:
+            self.configure()
+        except ImportError as error:
+            raise _import_fault(error) from error
         if self._stop.is_set():
             raise Stopped
         return super().on_configure(state)
@@ -286,6 +295,15 @@ class ManagedNode(LifecycleNode):
         self._library_logger.removeHandler(self._log_handler)
         self._library_logger.propagate = True
         super().destroy_node()
+
+
+def _import_fault(error: ImportError) -> Exception:
+    """Return what to raise instead of ``error``: what is not installed is no bug of ours."""
+    if not error.name or error.name.split('.')[0] == __package__.split('.')[0]:
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        return PerceptionError(f'{error.name}: not installed; install it for {sys.executable}')
+    return PerceptionError(f'{error.name}: cannot be imported: {" ".join(str(error).split())}')
 
 
 def _answer_always(callback: Callable, logger: Any) -> Callable:

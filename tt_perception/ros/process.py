@@ -63,7 +63,8 @@ def run_node(node_class: str, args: Sequence[str] | None = None) -> int:
 
     :param node_class: ``module:Class`` of a :class:`tt_perception.ros.lifecycle.ManagedNode`.
     :param args: command line, by default that of the process.
-    :returns: exit code: 0 after a signal at any moment, 1 when the node cannot run at all.
+    :returns: exit code: 0 after a signal at any moment, 1 when the node cannot run at all,
+        or should start by itself (``autostart``) and cannot.
     """
     let_idle_threads_sleep()
     stop = StopSignal()
@@ -101,8 +102,7 @@ def _run(node_class: str, args: Sequence[str] | None, stop: StopSignal) -> tuple
         executor.add_node(node)
         # spin_once returns after some work was done, not merely because it was woken.
         stop.wake = lambda: executor.create_task(lambda: None)
-        node.start()
-        code = _spin(executor, node, stop.event)
+        code = _spin(executor, node, stop.event) if node.start() else 1
         node.shut_down()
         stop.wake = lambda: None
         executor.shutdown()

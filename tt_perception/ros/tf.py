@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tt_perception.ros.conversions import stamp_to_ns
 from tt_perception.runtime.errors import InputError
 
 CACHE_NS = 10_000_000_000  # how far behind the newest one a frame's transforms are kept
@@ -390,10 +391,9 @@ class TransformListener(TransformBuffer):
 
     def _insert_all(self, message: Any, is_static: bool) -> None:
         for stamped in message.transforms:
-            stamp, t, q = stamped.header.stamp, stamped.transform.translation, \
-                stamped.transform.rotation
+            t, q = stamped.transform.translation, stamped.transform.rotation
             problem = self.insert(stamped.header.frame_id, stamped.child_frame_id,
-                                  stamp.sec * 10**9 + stamp.nanosec, (t.x, t.y, t.z),
+                                  stamp_to_ns(stamped.header.stamp), (t.x, t.y, t.z),
                                   (q.x, q.y, q.z, q.w), is_static)
             if problem is not None:
                 self._warn(problem)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 import weakref
@@ -12,25 +13,31 @@ from contextlib import contextmanager
 
 from tt_perception.runtime.errors import PerceptionError
 
+_log = logging.getLogger(__name__)
 _open_models: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_open_models() -> None:
     for model in list(_open_models):
-        model.close()
+        try:
+            model.close()
+        except Exception:  # the next one must be closed all the same
+            _log.exception('%s: cannot be closed', type(model).__name__)
 
 
 class Model:
     """Base of the models: a context manager that is closed at the latest when Python exits.
 
     A subclass frees what it holds in :meth:`_release`; ``close`` calls that exactly once, after
-    the last call that is inside :meth:`_in_use` has returned.
+    the last call that is inside :meth:`_in_use` has returned. Its constructor calls this one last,
+    when there is something to free.
     """
 
     def __init__(self) -> None:
         self._users = 0
         self._closed = False
+        self._released = False
         self._state = threading.Condition()
         _open_models.add(self)
 
@@ -55,11 +62,17 @@ class Model:
         """Wait for the calls in flight and free everything; may be repeated."""
         with self._state:
             if self._closed:
+                self._state.wait_for(lambda: self._released)
                 return
             self._closed = True
             self._state.wait_for(lambda: self._users == 0)
         _open_models.discard(self)
-        self._release()
+        try:
+            self._release()
+        finally:
+            with self._state:
+                self._released = True
+                self._state.notify_all()
 
     def _release(self) -> None:
         """Free what the model holds."""
