@@ -500,6 +500,13 @@ def test_wrong_arguments(tmp_path, arguments, message):
     assert str(caught.value).startswith(message)
 
 
+def test_a_wrong_ros_environment_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv('ROS_DOMAIN_ID', 'abc')
+    with pytest.raises(PerceptionError, match='^ROS: cannot start: .*ROS_DOMAIN_ID') as caught:
+        play(write_bag(tmp_path / 'bag', drive()))
+    assert '\n' not in str(caught.value)
+
+
 def test_several_cloud_topics_need_a_choice(tmp_path):
     path = write_bag(tmp_path / 'bag', [*drive(), ('/other', CLOUD, T0, drive()[1][3])])
     with pytest.raises(ConfigError, match='cloud_topic: found None, expected one .*/other, /poin'):

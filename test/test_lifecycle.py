@@ -330,3 +330,13 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_1():
     with node_process('slow_node:main', '--params-file', '/nowhere/at/all.yaml') as process:
         assert process.wait() == 1
         assert 'wrong arguments' in process.output() and 'Traceback' not in process.output()
+
+
+@pytest.mark.parametrize('name', ['use_sim_time', 'start_type_description_service'])
+def test_a_parameter_of_ros_of_a_wrong_type_is_one_line_and_exit_code_1(name):
+    if name == 'start_type_description_service':
+        pytest.importorskip('rclpy.type_description_service')  # since Iron
+    with node_process('slow_node:main', **{name: 'maybe'}) as process:
+        assert process.wait() == 1
+        assert f"wrong arguments: Trying to set parameter '{name}'" in process.output()
+        assert 'Traceback' not in process.output()

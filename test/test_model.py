@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -51,14 +50,32 @@ def pose(x: float = 0.0, yaw: float = 0.0) -> np.ndarray:
     return matrix
 
 
+def masked_pose() -> np.ndarray:
+    return np.ma.masked_greater(pose(), 1_000)
+
+
+class Hostile:
+    """Raises whatever it likes when it is made an array."""
+
+    def __array__(self, *_, **__):
+        raise ZeroDivisionError
+
+
 def frame(stamp_s: float, x: float = 0.0, **more) -> dict:
     return {'id': 'top', 'timestamp_s': stamp_s, 'T_world_from_ego': pose(x), **more}
 
 
 def resident_bytes() -> int:
-    gc.collect()
     pages = int(Path('/proc/self/statm').read_text().split()[1])
     return pages * os.sysconf('SC_PAGE_SIZE')
+
+
+def run_here(code: str, artifact) -> str:
+    """Run Python code in a process of its own that can import this module; return its output."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.run([sys.executable, '-c', code, str(artifact)], capture_output=True,
+                          text=True, check=True, timeout=300,
+                          env={**os.environ, 'PYTHONPATH': path}).stdout.strip()
 
 
 def assert_equal(a, b) -> None:
@@ -136,11 +153,14 @@ def test_streams_do_not_mix(model):
     {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': None}},
     {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': np.full((4, 4), np.nan)}},
     {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': np.zeros((4, 4))}},
+    {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': masked_pose()}},
+    {'points': cloud(5), 'stream': {**frame(10.05), 'T_world_from_ego': Hostile()}},
     {'points': cloud(5), 'stream': {**frame(float('nan'))}},
     {'points': np.empty((0, 3), np.float32), 'stream': frame(10.05)},
     {'points': np.full((10, 3), np.nan, np.float32), 'stream': frame(10.05)},
     {'points': np.zeros((10, 2), np.float32), 'stream': frame(10.05)},
-], ids=['no pose', 'pose None', 'pose NaN', 'pose zero', 'stamp NaN', 'empty', 'NaN', '2 columns'])
+], ids=['no pose', 'pose None', 'pose NaN', 'pose zero', 'pose masked', 'pose hostile',
+        'stamp NaN', 'empty', 'NaN', '2 columns'])
 def test_a_refused_frame_leaves_its_stream_as_it_was(model, refused):
     model(cloud(1), stream=frame(10.0))
     with pytest.raises(InputError):
@@ -187,7 +207,7 @@ def test_there_are_at_most_sixteen_streams(model):
     {'id': None, 'timestamp_s': 1.0}, {'id': 'a', 'timestamp_s': 1.0, 'pose': None},
 ])
 def test_a_malformed_stream_is_refused(model, stream):
-    with pytest.raises(InputError, match='stream'):
+    with pytest.raises(InputError, match='stream|timestamp_s'):
         model(cloud(), stream=stream)
 
 
@@ -356,6 +376,53 @@ def test_close_waits_for_the_call_in_flight(artifact):
     assert len(results[0]) > 0
 
 
+def test_a_signal_handler_may_close_the_model_inside_a_call(artifact):
+    model = BEVFusion.from_pretrained(artifact)
+    forward = model.forward
+
+    def close_inside(prepared):
+        model.close()
+        return forward(prepared)
+
+    model.forward = close_inside
+    assert len(model(cloud())) > 0
+    with pytest.raises(PerceptionError, match='closed'):
+        model(cloud())
+    model.close()
+
+
+def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own(artifact):
+    code = '''
+import os, sys, threading, time
+from tt_perception.runtime.threads import let_idle_threads_sleep
+let_idle_threads_sleep()
+from test_model import cloud
+from tt_perception import BEVFusion
+from tt_perception.runtime.errors import PerceptionError
+model = BEVFusion.from_pretrained(sys.argv[1])
+inside, forward = threading.Event(), model.forward
+def slow(prepared):
+    inside.set()
+    time.sleep(0.5)
+    return forward(prepared)
+model.forward = slow
+caller = threading.Thread(target=lambda: model(cloud()))
+caller.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    try:
+        model(cloud())
+    except PerceptionError as error:
+        model.close()
+        sys.exit(7 if 'another process' in str(error) else 1)
+    sys.exit(2)
+caller.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(model(cloud())) > 0)
+'''
+    assert run_here(code, artifact) == '7 True'
+
+
 def test_the_state_of_the_model_can_be_asked(model, artifact):
     info = model.info
     assert info['backend'] == 'cpu'
@@ -416,32 +483,28 @@ def grow(artifact: str) -> int:
     """Run 500 frames; return how many bytes the process has grown since frame 50."""
     clouds = [cloud(seed, 5_000 + 97 * seed) for seed in range(7)]
     with BEVFusion.from_pretrained(artifact) as model:
-        def run(frames: range) -> None:
-            for i in frames:
-                model(clouds[i % 7], stream=frame(i * 0.1, x=0.1 * i))
-
-        run(range(50))
-        before = resident_bytes()
-        run(range(50, 500))
-        return resident_bytes() - before
+        sizes = []
+        for i in range(500):
+            model(clouds[i % 7], stream=frame(i * 0.1, x=0.1 * i))
+            sizes.append(resident_bytes())
+    # Between frames the allocator holds more or less for reuse; what has leaked never goes away.
+    return min(sizes[450:]) - min(sizes[50:100])
 
 
 def test_five_hundred_frames_allocate_nothing_that_stays(artifact):
     """Host stages and a small network, in a process of their own: no growth after frame 50."""
     code = ('import sys; from tt_perception.runtime.threads import let_idle_threads_sleep\n'
             'let_idle_threads_sleep(); import test_model; print(test_model.grow(sys.argv[1]))')
-    done = subprocess.run([sys.executable, '-c', code, str(artifact)], capture_output=True,
-                          text=True, check=True, env={**os.environ, 'PYTHONPATH': os.pathsep.join(
-                              [str(Path(__file__).parent), *sys.path])})
-    assert int(done.stdout) < 10_000_000
+    assert int(run_here(code, artifact)) < 4_000_000
 
 
 def test_the_host_stages_allocate_no_large_array(artifact):
     points = cloud(0, 60_000)
     message = SimpleNamespace(
         width=len(points), height=1, point_step=12, row_step=12 * len(points),
-        data=points.tobytes(), is_bigendian=False, fields=[SimpleNamespace(name=name, offset=4 * i, datatype=7, count=1)
-                                    for i, name in enumerate('xyz')])
+        data=points.tobytes(), is_bigendian=False,
+        fields=[SimpleNamespace(name=name, offset=4 * i, datatype=7, count=1)
+                for i, name in enumerate('xyz')])
     buffer = np.empty_like(points)
     with BEVFusion.from_pretrained(artifact) as model:
         peaks = []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -264,13 +265,49 @@ def test_D04_a_leading_slash_is_not_part_of_a_name():
 
 
 @pytest.mark.parametrize('quaternion', [(0, 0, 0, 0), (0, 0, 0, float('nan')),
-                                        (0, 0, float('inf'), 1)])
+                                        (0, 0, float('inf'), 1), (1.7e308,) * 4,
+                                        (0, 0, 0, 1e7), (0, 0, 0, -1e-7), (5e-324,) * 4])
 def test_A40_a_transform_with_a_bad_quaternion_is_as_good_as_none(quaternion):
     buffer = TransformBuffer()
     problem = buffer.insert('map', 'base', S, NO_SHIFT, quaternion)
     assert "from 'base' to 'map'" in problem and 'expected' in problem
     with pytest.raises(LookupFailed):
         buffer.lookup_matrix('map', 'base', S)
+
+
+@pytest.mark.parametrize('shift', [1.7e308, -1e13, float('inf'), float('nan')])
+def test_a_transform_to_nowhere_is_as_good_as_none(shift):
+    buffer = TransformBuffer()
+    problem = buffer.insert('map', 'base', S, (0, shift, 0), IDENTITY_Q)
+    assert "from 'base' to 'map'" in problem and 'expected' in problem
+    with pytest.raises(LookupFailed):
+        buffer.lookup_matrix('map', 'base', S)
+
+
+EXTREME = st.one_of(
+    st.sampled_from([0.0, -0.0, 5e-324, -2e-308, 1e-200, 1e-7, 1e-6, 0.5, -1.0, 1e6, 1e12,
+                     -1e12, 1e154, 1.7e308, -1.7e308, float('inf'), float('nan')]),
+    st.floats())
+EXTREME_INSERT = st.tuples(
+    st.permutations(FRAMES[:4]), st.sampled_from([-S, 0, 1, S, S + 1, (2**31 - 1) * S]),
+    st.tuples(*[EXTREME] * 3), st.tuples(*[EXTREME] * 4), st.booleans())
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(EXTREME_INSERT, max_size=12), st.lists(st.integers(-S, 2 * S), max_size=4))
+def test_whatever_was_sent_a_look_up_gives_a_rigid_transform_or_a_transform_error(sent, stamps):
+    buffer = TransformBuffer()
+    for (parent, child, *_), stamp, shift, quaternion, is_static in sent:
+        buffer.insert(parent, child, stamp, shift, quaternion, is_static)
+    for target, source, stamp in itertools.product(FRAMES[:4], FRAMES[:4], [0, S, *stamps]):
+        try:
+            found = buffer.lookup_matrix(target, source, stamp)
+        except TransformError:
+            continue
+        assert np.isfinite(found).all()
+        rotation = found[:3, :3]
+        np.testing.assert_allclose(rotation @ rotation.T, np.eye(3), rtol=0, atol=1e-9)
+        assert np.linalg.det(rotation) > 0
 
 
 @pytest.mark.parametrize('parent, child', [('', 'a'), ('a', ''), ('a', 'a'), ('/a', 'a')])

@@ -9,7 +9,9 @@ arithmetic for comparisons.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import numbers
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,6 +183,7 @@ class SweepCache:
             finite rigid 4x4 matrix; ``stamp``: no finite number.
         """
         if self._num_past == 0:
+            _checked_seconds(stamp_s, 'timestamp_s')
             return []
         return self._past(*_checked_pose(stamp_s, T_world_from_sensor))
 
@@ -247,14 +250,16 @@ def _check_lags(time_lag: np.ndarray, num_points: int, num_sweeps: int) -> None:
 
 
 def _checked_seconds(seconds: Any, name: str) -> float:
-    if (isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number))
-            or not math.isfinite(seconds)):
-        raise InputError(f'{name}: found {seconds!r}, expected seconds', reason='stamp')
-    return float(seconds)
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds,
+                                                                     (bool, np.timedelta64))
+    with contextlib.suppress(OverflowError):  # of an integer beyond all floats
+        if is_number and math.isfinite(seconds):
+            return float(seconds)
+    raise InputError(f'{name}: found {seconds!r:.40}, expected seconds', reason='stamp')
 
 
 def _checked_pose(stamp_s: Any, T_world_from_sensor: Any) -> tuple[float, np.ndarray]:
-    stamp_s = _checked_seconds(stamp_s, 'stamp_s')
+    stamp_s = _checked_seconds(stamp_s, 'timestamp_s')
     if T_world_from_sensor is None:
         raise InputError(f'no pose of the sensor at {stamp_s:.6f} s: expected one, because past '
                          'sweeps are fused', reason='no_transform')
@@ -267,9 +272,11 @@ def _checked_transform(matrix: Any, name: str) -> np.ndarray:
         return InputError(f'{name}: found {found}, expected a rigid transform 4x4',
                           reason='transform')
     try:
-        array = np.asarray(matrix)
-    except (TypeError, ValueError):  # a ragged list, or a tensor that is on a device
+        array = np.asarray(matrix.detach().cpu() if hasattr(matrix, 'detach') else matrix)
+    except Exception:  # whatever the conversion of somebody's object raises
         raise refusal(type(matrix).__name__) from None
+    if np.ma.isMaskedArray(matrix):
+        raise refusal('a masked array')
     if array.dtype.kind not in 'fiu' or array.shape != (4, 4):
         raise refusal(f'{array.dtype} {list(array.shape)}')
     transform = array.astype(np.float64)

@@ -190,7 +190,7 @@ class BEVFusion(Model):
                                      reason='stream')
                 with self._stream(stream) as (cache, stamp_s, pose):
                     past = cache.past_sweeps(stamp_s, pose)
-                    is_reset = bool(stream.get('reset'))
+                    is_reset = stream.get('reset', False) is True
                     prepared = self._prepare(workspace, cloud, [] if is_reset else past, clock,
                                              pose)
                     if is_reset:
@@ -264,7 +264,7 @@ class BEVFusion(Model):
                 self._idle_workspaces.append(workspace)
 
     @contextmanager
-    def _stream(self, stream: Mapping[str, Any]) -> Iterator[tuple[SweepCache, float, Any]]:
+    def _stream(self, stream: Mapping[str, Any]) -> Iterator[tuple[SweepCache, Any, Any]]:
         """Hold one stream for one frame; yield its cache, the stamp and the pose."""
         known = {'id', 'timestamp_s', 'T_world_from_ego', 'reset'}
         if not isinstance(stream, Mapping) or not {'id', 'timestamp_s'} <= set(stream) <= known:
@@ -275,10 +275,8 @@ class BEVFusion(Model):
         if not isinstance(stream['id'], (str, int)):
             raise InputError(f'stream: found id {stream["id"]!r}, expected a text or an integer',
                              reason='stream')
-        stamp_s = stream['timestamp_s']
-        if isinstance(stamp_s, bool) or not isinstance(stamp_s, (int, float, np.number)) \
-                or not np.isfinite(stamp_s):
-            raise InputError(f'stream: found timestamp_s {stamp_s!r}, expected seconds',
+        if not isinstance(stream.get('reset', False), bool):
+            raise InputError(f'stream: found reset {stream["reset"]!r}, expected True or False',
                              reason='stream')
         with self._streams_lock:
             held = self._streams.get(stream['id'])
@@ -290,7 +288,7 @@ class BEVFusion(Model):
                 held = self._streams[stream['id']] = _Stream(SweepCache(self.config.densification))
         with held.lock:
             try:
-                yield held.cache, float(stamp_s), stream.get('T_world_from_ego')
+                yield held.cache, stream['timestamp_s'], stream.get('T_world_from_ego')
             except BaseException:
                 if len(held.cache) == 0:  # a stream begins with its first frame that is taken
                     with self._streams_lock:

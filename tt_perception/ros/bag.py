@@ -285,14 +285,21 @@ def _cloud_topic(topics: Collection[Topic], name: str | None) -> str:
 
 @contextmanager
 def _ros_node(name: str) -> Iterator[Any]:
-    """Yield a node in a context of its own; signals stay with the caller."""
+    """Yield a node in a context of its own; signals stay with the caller.
+
+    :raises PerceptionError: ROS cannot start, as with a wrong ``ROS_DOMAIN_ID``.
+    """
     import rclpy
     from rclpy.signals import SignalHandlerOptions
     context = rclpy.Context()
-    rclpy.init(args=[], context=context, signal_handler_options=SignalHandlerOptions.NO)
     try:
-        node = rclpy.create_node(name, context=context, enable_rosout=False,
-                                 start_parameter_services=False)
+        try:
+            rclpy.init(args=[], context=context, signal_handler_options=SignalHandlerOptions.NO)
+            node = rclpy.create_node(name, context=context, enable_rosout=False,
+                                     start_parameter_services=False)
+        except Exception as error:  # its class differs between releases
+            raise PerceptionError(
+                f'ROS: cannot start: {" ".join(str(error).split())}') from error
         try:
             yield node
         finally:

@@ -93,11 +93,15 @@ def _run(node_class: str, args: Sequence[str] | None, stop: StopSignal) -> tuple
     try:
         rclpy.init(args=args, signal_handler_options=SignalHandlerOptions.NO)
     except Exception as error:  # its class differs between releases
-        sys.stderr.write(f'{name}: wrong arguments: {" ".join(str(error).split())}\n')
-        return 1, False
+        return _refuse(name, error), False
     node = None
     try:
-        node = make_node(stop=stop.event)
+        try:
+            node = make_node(stop=stop.event)
+        except Exception as error:
+            if not _is_of_rclpy(error):
+                raise
+            return _refuse(name, error), False
         executor = SingleThreadedExecutor()
         executor.add_node(node)
         # spin_once returns after some work was done, not merely because it was woken.
@@ -111,6 +115,17 @@ def _run(node_class: str, args: Sequence[str] | None, stop: StopSignal) -> tuple
         if node is not None:
             node.destroy_node()
         rclpy.try_shutdown()
+
+
+def _refuse(name: str, error: Exception) -> int:
+    """Say in one line why a node cannot run with its arguments; return the exit code."""
+    sys.stderr.write(f'{name}: wrong arguments: {" ".join(str(error).split())}\n')
+    return 1
+
+
+def _is_of_rclpy(error: Exception) -> bool:
+    """Return whether it has one of rclpy's own classes, as a parameter of a wrong type has."""
+    return type(error).__module__.split('.')[0] == 'rclpy'
 
 
 def _spin(executor: Any, node: Any, stop: threading.Event) -> int:

@@ -20,7 +20,9 @@ from tt_perception.ros.conversions import stamp_to_ns
 from tt_perception.runtime.errors import InputError
 
 CACHE_NS = 10_000_000_000  # how far behind the newest one a frame's transforms are kept
-_MIN_NORM = 1e-6  # of a quaternion that says anything; others are normalised, as tf2 does
+# Quaternions of a length between these are normalised; others, with inf, say nothing.
+_MIN_NORM, _MAX_NORM = 1e-6, 1e6
+_MAX_SHIFT_M = 1e12  # further than any place, and far from an overflow along a chain of frames
 _TOPIC_DEPTH = 100
 
 
@@ -245,8 +247,10 @@ class TransformBuffer:
         if not all(math.isfinite(v) for v in (*translation, *quaternion)):
             return f'{name}: found {translation}, {quaternion}, expected finite numbers'
         norm = math.hypot(*quaternion)
-        if norm < _MIN_NORM:
+        if not _MIN_NORM <= norm <= _MAX_NORM:
             return f'{name}: found a quaternion of length {norm:.3g}, expected 1'
+        if max(abs(v) for v in translation) > _MAX_SHIFT_M:
+            return f'{name}: found {translation} m, expected at most {_MAX_SHIFT_M:g} m'
         rigid = (translation, tuple(v / norm for v in quaternion))
         with self._lock:
             edge = self._edges.get(child)

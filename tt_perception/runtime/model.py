@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -29,13 +30,15 @@ def _close_open_models() -> None:
 class Model:
     """Base of the models: a context manager that is closed at the latest when Python exits.
 
-    A subclass frees what it holds in :meth:`_release`; ``close`` calls that exactly once, after
-    the last call that is inside :meth:`_in_use` has returned. Its constructor calls this one last,
-    when there is something to free.
+    A subclass frees what it holds in :meth:`_release`, which is called exactly once, when the
+    model is closed and no call is inside :meth:`_in_use`. Its constructor calls this one last,
+    when there is something to free. A model belongs to the process that loaded it: a forked child
+    can neither use nor close it.
     """
 
     def __init__(self) -> None:
-        self._users = 0
+        self._pid = os.getpid()
+        self._users: list[int] = []  # threads inside a call
         self._closed = False
         self._released = False
         self._state = threading.Condition()
@@ -45,27 +48,44 @@ class Model:
     def _in_use(self) -> Iterator[None]:
         """Keep the model open inside the block.
 
-        :raises PerceptionError: when the model is closed.
+        :raises PerceptionError: the model is closed, or was loaded in another process.
         """
+        name = type(self).__name__
+        if os.getpid() != self._pid:
+            raise PerceptionError(f'{name}: the model was loaded in another process, '
+                                  f'{self._pid}; load it in this one')
+        me = threading.get_ident()
         with self._state:
             if self._closed:
-                raise PerceptionError(f'{type(self).__name__}: the model is closed')
-            self._users += 1
+                raise PerceptionError(f'{name}: the model is closed')
+            self._users.append(me)
         try:
             yield
         finally:
             with self._state:
-                self._users -= 1
-                self._state.notify_all()
+                self._users.remove(me)
+                is_last = self._closed and not self._users
+            if is_last:
+                self._release_now()
 
     def close(self) -> None:
-        """Wait for the calls in flight and free everything; may be repeated."""
+        """Free everything after the calls in flight; may be repeated.
+
+        Returns when that is done, except inside a call (from a signal handler, say): then it is
+        done when that call ends.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._state:
-            if self._closed:
+            is_first, self._closed = not self._closed, True
+            if threading.get_ident() in self._users:
+                return
+            if not is_first or self._users:
                 self._state.wait_for(lambda: self._released)
                 return
-            self._closed = True
-            self._state.wait_for(lambda: self._users == 0)
+        self._release_now()
+
+    def _release_now(self) -> None:
         _open_models.discard(self)
         try:
             self._release()
