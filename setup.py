@@ -53,7 +53,6 @@ setup(
             'ros-diagnostic-msgs==5.5.1',
             'ros-lifecycle-msgs==2.3.0',
             'ros-sensor-msgs==5.5.1',
-            'ros-visualization-msgs==5.5.1',
         ],
         'tt': ['ttnn==0.81.1'],  # backend `tt`; Python 3.10 and 3.12 only
         'test': ['hypothesis', 'pytest<9'],  # launch_testing's plugin stops pytest 9

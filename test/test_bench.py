@@ -127,8 +127,10 @@ def test_cpu_result_is_complete():
     result = bench.bench_cpu(voxels=(1500,), repeat=1, config=SMALL)
     assert json.loads(json.dumps(result)) == result
     case, = result['cases']
-    assert case['total_ms'] == pytest.approx(case['sparse_ms'] + case['dense_ms'], rel=0.05)
-    assert case['blocks_ms'].keys() >= {'pts_middle_encoder.conv_input', 'pts_neck', 'outputs'}
+    parts = case['host_ms'] + case['sparse_ms'] + case['dense_ms']
+    assert case['total_ms'] == pytest.approx(parts, rel=0.05)
+    assert case['blocks_ms'].keys() >= {'voxelize', 'rulebooks', 'pts_middle_encoder.conv_input',
+                                        'pts_neck', 'outputs', 'postprocess'}
     assert case['peak_memory_mib'] >= result['memory_without_network_mib'] > 0
     if not result['skipped']:
         peer_ms = case['peers']['dense_ms'] + case['peers']['sparse_ms']
@@ -151,3 +153,23 @@ def test_missing_peers_are_named(monkeypatch):
     result = bench.bench_cpu(voxels=(1500,), repeat=1, config=SMALL)
     assert set(result['skipped']) == {'spconv', 'onnxruntime'}
     assert result['cases'][0]['peers'] == {} and 'ratio' not in result['cases'][0]
+
+
+@pytest.mark.slow
+def test_the_host_stages_meet_their_targets():
+    pytest.importorskip('spconv', reason='the CPU wheel of spconv is missing')
+    case, = bench.bench_host(voxels=(120_000,))['cases']
+    stages = {stage['stage']: stage for stage in case['stages']}
+    assert case['decode_densify_voxelize_ms'] <= 15
+    assert stages['rulebooks']['ms'] <= 60
+    assert stages['postprocess']['ms'] <= 3
+    least = {'voxelize': 2, 'rulebooks': 3, 'circle nms': 3, 'overlap nms': 3}
+    assert all(stages[name]['ratio'] >= ratio for name, ratio in least.items())
+
+
+@pytest.mark.slow
+def test_a_frame_on_the_cpu_meets_its_target():
+    pytest.importorskip('spconv', reason='the CPU wheel of spconv is missing')
+    pytest.importorskip('onnxruntime', reason='onnxruntime is missing')
+    case, = bench.bench_cpu(repeat=5)['cases']
+    assert case['ratio'] <= 1.3

@@ -239,3 +239,15 @@ def test_given_weights_say_whether_they_are_random(tmp_path, capsys, is_random):
     weights = demo._weights(str(tmp_path), Terminal())
     assert weights == demo._Weights(str(tmp_path / 'bevfusion_lidar.onnx'), is_random)
     assert ('mean nothing' in capsys.readouterr().out) is is_random
+
+
+@pytest.mark.slow
+def test_the_real_demo_answers_every_cloud(full_artifact, tmp_path):
+    pytest.importorskip('autoware_perception_msgs.msg', reason='no Autoware messages here')
+    done = subprocess.run(
+        [sys.executable, '-m', 'tt_perception.cli', 'demo', '--weights', str(full_artifact),
+         '--out', str(tmp_path / 'out')], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '10 of 10 clouds' in done.stdout
+    assert 'mean nothing' in done.stdout
+    assert (tmp_path / 'out' / 'birds_eye.png').stat().st_size > 100_000

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tt_perception import __version__
+from tt_perception.bevfusion.config import MAX_VOXELS, load_yaml, parameter
 from tt_perception.runtime.errors import ConfigError, PerceptionError
 from tt_perception.runtime.threads import let_idle_threads_sleep
 
@@ -30,10 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not args.takes_ros_args:
         parser.error('unrecognized arguments: ' + ' '.join(rest))
     let_idle_threads_sleep()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file name need not be UTF-8
+        sys.stdout.reconfigure(errors='backslashreplace')
     logging.basicConfig(format='%(message)s')
     logging.getLogger('tt_perception').setLevel(logging.INFO)
     try:
-        return args.command(args, rest) if args.takes_ros_args else args.command(args)
+        code = args.command(args, rest) if args.takes_ros_args else args.command(args)
+        sys.stdout.flush()  # at exit it would be too late to say that it fails
+        return code
     except PerceptionError as error:
         print(f'tt_perception: {error}', file=sys.stderr)
         return EXIT_FAILED
@@ -44,11 +48,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, for example head, has had enough
-        sys.stderr.close()
+        _close_stdout()
         return EXIT_FAILED
     except OSError as error:
-        print(f'tt_perception: {error.filename}: {error.strerror}', file=sys.stderr)
+        place = '' if error.filename is None else f'{error.filename}: '
+        if not place and not _close_stdout():
+            place = 'standard output: '
+        print(f'tt_perception: {place}{error.strerror or error}', file=sys.stderr)
         return EXIT_FAILED
+
+
+def _close_stdout() -> bool:
+    """Close stdout, so that nothing is written at exit; return whether it has taken all."""
+    try:
+        sys.stdout.close()
+    except OSError:
+        return False
+    return True
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    """Return a type of an argument: a whole number from ``low`` to ``high``."""
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f'found {text[:40]!r}, expected a whole number from {low} to {high}')
+        return value
+    return convert
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,13 +126,14 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = add('bench', _bench, 'time the stages beside their peers')
     bench.add_argument('what', choices=('host', 'cpu'))
-    bench.add_argument('--voxels', type=int, nargs='+', help='thousands of voxels')
-    bench.add_argument('--repeat', type=int, default=20)
+    bench.add_argument('--voxels', type=_whole(1, MAX_VOXELS // 1_000), nargs='+',
+                       help='thousands of voxels')
+    bench.add_argument('--repeat', type=_whole(1, 10_000), default=20)
     bench.add_argument('--json', action='store_true')
 
     make = add('make-artifact', _make_artifact,
                'write a full-size artifact with seeded random weights; it detects nothing real')
-    make.add_argument('--seed', type=int, default=0)
+    make.add_argument('--seed', type=_whole(0, 2 ** 63 - 1), default=0)
     make.add_argument('folder', type=Path)
 
     info = add('info', _info, 'say what is installed and what can be used')
@@ -135,10 +166,11 @@ def _parse_parameters(settings: Sequence[str]) -> dict[str, Any]:
         name, equals, text = setting.partition('=')
         if not equals:
             raise ConfigError(f'--param: found {setting!r}, expected NAME=VALUE')
+        parameter(name)  # other names are keywords of the function that takes them
         try:
-            values[name] = float(text) if _FLOAT.fullmatch(text) else yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise ConfigError(f'--param {name}: found {text!r}, expected YAML') from None
+            values[name] = float(text) if _FLOAT.fullmatch(text) else load_yaml(text)
+        except ValueError:
+            raise ConfigError(f'--param {name}: found {text[:80]!r}, expected YAML') from None
     return values
 
 
@@ -190,7 +222,7 @@ def _plot(png: Path, number: int | None, path: Path, detections, columns) -> Non
 
 def _run(args: argparse.Namespace, ros_args: Sequence[str]) -> int:
     from tt_perception.ros.bevfusion_node import main as node_main
-    ros = [*ros_args] if '--ros-args' in ros_args else [*ros_args, '--ros-args']
+    ros = [*ros_args] if '--ros-args' in ros_args else ['--ros-args', *ros_args]
     return node_main([*ros, '-p', 'autostart:=true'])
 
 

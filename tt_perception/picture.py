@@ -42,12 +42,14 @@ def birds_eye(points: np.ndarray, detections: Detections3D | None, truth: TrueOb
         ``MAX_DETECTIONS`` best inside the picture, of which some are named.
     :param truth: thin outlines; boxes without a point in them are dashed.
     :param path: its folder is created.
+    :param title: taken literally; bytes of a file name that are no UTF-8 are shown escaped.
     :param warning: a banner across the picture, which says that the detections mean nothing; of
         these only ``MAX_MEANINGLESS`` are drawn, and faintly.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    title = title.encode('utf-8', 'backslashreplace').decode('utf-8')
     figure = Figure(figsize=(12, 12.4), facecolor=_BACKGROUND)
     axes = figure.add_axes((0.065, 0.055, 0.875, 0.87), facecolor=_BACKGROUND)
     _axes_style(axes, extent_m)
@@ -64,7 +66,8 @@ def birds_eye(points: np.ndarray, detections: Detections3D | None, truth: TrueOb
         summary.append(f'{len(detections)} detections, best {drawn} in view drawn')
     _legend(axes, handles)
     _height_bar(figure, colors)
-    figure.text(0.065, 0.965, title, color=_INK, fontsize=17, weight='bold', va='center')
+    figure.text(0.065, 0.965, title, color=_INK, fontsize=17, weight='bold', va='center',
+                parse_math=False)
     figure.text(0.065, 0.94, '   '.join(summary), color=_DIM, fontsize=11.5, va='center')
     if warning:
         axes.text(0.5, 0.965, warning, transform=axes.transAxes, ha='center', va='center',

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,25 @@ def resolve(source: str | Path | None = None, *, local_files_only: bool = False)
     :raises ArtifactError: a file is missing, damaged or cannot be fetched; nothing known by that
         name.
     """
-    if source is None or str(source) == REPO_ID:
+    path = Path(REPO_ID) if source is None else _path(source)
+    if str(path) == REPO_ID:
         paths = fetch(REPO_ID, REVISION, SHA256, local_files_only=local_files_only)
         return Artifact(paths[ONNX], paths[ML_PACKAGE], paths[CLASS_REMAPPER], REVISION)
-    path = Path(source).expanduser()
+    try:
+        return _find(path, source)
+    except OSError as error:
+        raise ArtifactError(f'{path}: cannot be read: {error.strerror}') from None
+
+
+def _path(source: str | os.PathLike) -> Path:
+    try:
+        return Path(os.fspath(source)).expanduser()
+    except Exception as error:  # __fspath__ may raise anything
+        raise ArtifactError(f'source: found a {type(source).__name__} that is no path of a folder '
+                            f'or file: {" ".join(str(error).split())}') from None
+
+
+def _find(path: Path, source: str | Path) -> Artifact:
     if path.is_dir():
         return _local(path / ONNX)
     if path.suffix == '.onnx':

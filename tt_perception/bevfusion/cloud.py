@@ -8,6 +8,7 @@ about where x, y and z lie in a point record.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,13 +21,30 @@ from tt_perception.runtime.errors import InputError
 from tt_perception.runtime.jit import kernel
 
 # sensor_msgs/msg/PointField: constant -> its name and the code of its NumPy type
+# One point of Autoware's sensing pipeline, PointXYZIRC.
+XYZIRC = np.dtype([('x', np.float32), ('y', np.float32), ('z', np.float32),
+                   ('intensity', np.uint8), ('return_type', np.uint8), ('channel', np.uint16)])
 _DATATYPES = {
     1: ('INT8', 'i1'), 2: ('UINT8', 'u1'), 3: ('INT16', 'i2'), 4: ('UINT16', 'u2'),
     5: ('INT32', 'i4'), 6: ('UINT32', 'u4'), 7: ('FLOAT32', 'f4'), 8: ('FLOAT64', 'f8'),
 }
+_DATATYPE_OF = {np.dtype(code): datatype for datatype, (_, code) in _DATATYPES.items()}
 _UINT8, _FLOAT32 = 2, 7
 _LAYOUTS_KEPT = 64
 _FIELDS_SHOWN = 24
+
+
+def point_fields(record: np.dtype) -> list[tuple[str, int, int, int]]:
+    """Return name, offset, datatype and count of the ``PointField`` of each member of a record.
+
+    Gaps between the members stay gaps; a sub-array is a field with a count.
+    """
+    fields = []
+    for name in record.names:
+        kind, offset = record.fields[name][:2]
+        base, shape = kind.subdtype or (kind, ())
+        fields.append((name, offset, _DATATYPE_OF[base.newbyteorder('=')], math.prod(shape)))
+    return fields
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from tt_perception.runtime.jit import kernel
 
 SUFFIXES = ('.pcd', '.bin', '.npy', '.npz')
 MAX_FILE_BYTES = 1 << 30  # of a file, and of what it unpacks to
+MAX_POINTS = 100_000_000  # of any source
 _USED = ('x', 'y', 'z', 'intensity', 'time_lag')
 _PLAIN_COLUMNS = {3: _USED[:3], 4: _USED[:4]}
 _HINT = "name them, for example columns=('x', 'y', 'z', 'intensity', 'ring')"
@@ -87,14 +88,20 @@ def read_cloud(path: str | os.PathLike, *,
     :raises InputError: reason ``file``: missing, of another kind, damaged, truncated, or its
         columns cannot be told.
     """
-    found = _read(Path(path), columns)
+    path = _path(path)
+    found = _read(path, columns)
     names = tuple(name for name in _USED if name in found)
-    return _stack(found, names), names
+    try:
+        return _stack(found, names), names
+    except _Refusal as refusal:
+        raise InputError(f'{path}: {refusal}', reason='file') from None
 
 
 def as_points(source: Any, *, use_intensity: bool,
               columns: Sequence[str] | None = None) -> PointArray:
     """Return the points of a file, array, tensor or mapping; non-finite ones are dropped.
+
+    What a masked array masks counts as NaN.
 
     :param source: a path; an array, sequence or tensor [n, columns]; a structured array; or a
         mapping of names to arrays [n]. Numbers of any real type, converted to float32.
@@ -105,9 +112,9 @@ def as_points(source: Any, *, use_intensity: bool,
         wrong columns; ``empty``: no points, or none that is finite.
     """
     is_file = isinstance(source, (str, os.PathLike))
-    label = str(source) if is_file else 'points'
+    label = _path(source) if is_file else 'points'
     try:
-        found = _read(Path(source), columns) if is_file else _columns_of(source, columns)
+        found = _read(label, columns) if is_file else _columns_of(source, columns)
         names = _USED[:4] if use_intensity else _USED[:3]
         if use_intensity and 'intensity' not in found:
             raise _Refusal(f'found the columns {", ".join(found)}, expected intensity too')
@@ -126,12 +133,34 @@ def as_points(source: Any, *, use_intensity: bool,
     return PointArray(points, time_lag, len(values) - kept, len(values))
 
 
+def _path(source: Any) -> Path:
+    try:
+        return Path(source)
+    except Exception as error:  # __fspath__ may raise anything
+        raise InputError(f'points: found a {type(source).__name__} that is no path: '
+                         f'{_line(error)}', reason='file') from None
+
+
+def _line(error: Exception) -> str:
+    return ' '.join(str(error).split()) or type(error).__name__
+
+
 def _stack(found: Mapping[str, np.ndarray], names: tuple[str, ...]) -> np.ndarray:
+    _check_count(len(found['x']))
     values = np.empty((len(found['x']), len(names)), np.float32)
     with np.errstate(over='ignore', invalid='ignore'):  # beyond float32 is infinite
         for index, name in enumerate(names):
-            values[:, index] = found[name]
+            column = found[name]
+            if isinstance(column, np.ma.MaskedArray):
+                column = column.astype(np.float32).filled(np.nan)
+            values[:, index] = column
     return values
+
+
+def _check_count(count: int) -> None:
+    """Refuse too many points, to be called before anything copies them."""
+    if count > MAX_POINTS:
+        raise _Refusal(f'found {count} points, expected at most {MAX_POINTS}')
 
 
 def _places(names: Sequence[str]) -> dict[str, int]:
@@ -160,15 +189,19 @@ def _columns_of(source: Any, columns: Sequence[str] | None) -> dict[str, np.ndar
 def _to_array(source: Any) -> np.ndarray:
     try:
         if all(hasattr(source, name) for name in ('detach', 'cpu', 'numpy')):
+            if source.ndim:
+                _check_count(len(source))
             tensor = source.detach().cpu()
             try:
                 return tensor.numpy()
             except TypeError:  # bfloat16, which NumPy lacks
                 return tensor.float().numpy()
-        return np.asarray(source)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _Refusal(f'found a {type(source).__name__} that is no array: '
-                       f'{" ".join(str(error).split())}') from None
+        return source if isinstance(source, np.ma.MaskedArray) else np.asarray(source)
+    except _Refusal:
+        raise
+    except Exception as error:  # __array__ may raise anything
+        raise _Refusal(f'found a {type(source).__name__} that is no array: {_line(error)}'
+                       ) from None
 
 
 def _real(array: np.ndarray, name: str) -> np.ndarray:
@@ -180,6 +213,7 @@ def _real(array: np.ndarray, name: str) -> np.ndarray:
 def _columns_of_array(array: np.ndarray, columns: Sequence[str] | None) -> dict[str, np.ndarray]:
     if array.dtype.names is not None:
         _no_names(columns, 'an array with named fields')
+        _check_count(array.size)
         flat = array.reshape(-1)
         found = {name: _real(flat[name], name) for name in _places(array.dtype.names)}
         for name, values in found.items():
@@ -202,14 +236,18 @@ def _columns_of_array(array: np.ndarray, columns: Sequence[str] | None) -> dict[
 
 
 def _checked_names(columns: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+    try:
+        names = () if isinstance(columns, str) else tuple(columns)
+    except TypeError:
+        names = ()
+    if not names or not all(isinstance(name, str) for name in names):
         raise _Refusal(f'found columns={columns!r}, expected a sequence of names')
-    return tuple(columns)
+    return names
 
 
 def _no_names(columns: Sequence[str] | None, source: str) -> None:
     if columns is not None:
-        raise _Refusal(f'found columns={tuple(columns)!r} for {source}, which names its own')
+        raise _Refusal(f'found columns={columns!r} for {source}, which names its own')
 
 
 def _read(path: Path, columns: Sequence[str] | None) -> dict[str, np.ndarray]:
@@ -248,7 +286,7 @@ def _columns_of_bin(raw: bytes, is_nuscenes: bool,
     if names is None:
         names = (*_USED[:4], 'ring') if is_nuscenes else _USED[:4]
     names = _checked_names(names)
-    if not names or len(raw) % (4 * len(names)):
+    if len(raw) % (4 * len(names)):
         raise _Refusal(f'found {len(raw)} bytes, which are no rows of {len(names)} float32 '
                        f'columns; {_HINT}')
     found = _columns_of_array(np.frombuffer(raw, '<f4').reshape(-1, len(names)), names)
@@ -271,9 +309,10 @@ def _array_of_npy(raw: bytes) -> np.ndarray:
     except _Refusal:
         raise
     except Exception as error:  # NumPy evaluates the text of the header, so it may be any
-        raise _Refusal(f'is no .npy file: {" ".join(str(error).split())}') from None
+        raise _Refusal(f'is no .npy file: {_line(error)}') from None
     count, offset = math.prod(shape), stream.tell()
-    if dtype.hasobject or dtype.itemsize == 0 or min(shape, default=0) < 0:
+    is_shape = all(type(side) is int and side >= 0 for side in shape)  # True is an int too
+    if dtype.hasobject or dtype.itemsize == 0 or not is_shape:
         raise _Refusal(f'found an array of {dtype}, shape {list(shape)}, expected numbers')
     if count * dtype.itemsize != len(raw) - offset:
         raise _Refusal(f'found {len(raw) - offset} bytes of data, expected '
@@ -300,7 +339,7 @@ def _columns_of_npz(raw: bytes, columns: Sequence[str] | None) -> dict[str, np.n
     except _Refusal:
         raise
     except Exception as error:  # a damaged archive: zip, zlib, struct and more have their own
-        raise _Refusal(f'is no .npz file: {" ".join(str(error).split())}') from None
+        raise _Refusal(f'is no .npz file: {_line(error)}') from None
     decoded = {name: _array_of_npy(data) for name, data in arrays.items()}
     if len(decoded) == 1:
         return _columns_of_array(next(iter(decoded.values())), columns)
@@ -339,6 +378,7 @@ def _columns_of_pcd(raw: bytes) -> dict[str, np.ndarray]:
     for name, index in places.items():
         if header.counts[index] != 1:
             raise _Refusal(f'found COUNT {header.counts[index]} for {name!r}, expected 1')
+    _check_count(header.num_points)
     body = memoryview(raw)[header.end:]
     if header.data == 'ascii':
         return _pcd_ascii(body, header, places)
@@ -348,9 +388,15 @@ def _columns_of_pcd(raw: bytes) -> dict[str, np.ndarray]:
     if len(body) != expected:
         raise _Refusal(f'found {len(body)} bytes of points, expected {expected} for '
                        f'{header.num_points} points of {header.record_bytes} bytes')
+    if header.num_points == 0:
+        return _no_points(header, places)
     return {name: np.ndarray(header.num_points, header.dtypes[index], body,
                              sum(header.field_bytes[:index]), header.record_bytes)
             for name, index in places.items()}
+
+
+def _no_points(header: _PcdHeader, places: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {name: np.empty(0, header.dtypes[index]) for name, index in places.items()}
 
 
 def _pcd_header(raw: bytes) -> _PcdHeader:
@@ -424,8 +470,7 @@ def _pcd_ascii(body: memoryview, header: _PcdHeader,
         rows = (np.loadtxt(io.StringIO(text), np.float64, comments=None, ndmin=2)
                 if text.strip() else np.empty((0, numbers)))
     except ValueError as error:
-        raise _Refusal(f'found points that are no numbers: {" ".join(str(error).split())}'
-                       ) from None
+        raise _Refusal(f'found points that are no numbers: {_line(error)}') from None
     if rows.shape != (header.num_points, numbers):
         raise _Refusal(f'found {rows.shape[0]} rows of {rows.shape[1]} numbers, '
                        f'expected {header.num_points} of {numbers}')
@@ -445,6 +490,8 @@ def _pcd_compressed(body: memoryview, header: _PcdHeader,
     data = np.empty(unpacked, np.uint8)
     if _expand_lzf(np.frombuffer(body, np.uint8)[8:], data) != unpacked:
         raise _Refusal('found damaged compressed points')
+    if header.num_points == 0:
+        return _no_points(header, places)
     return {name: np.ndarray(header.num_points, header.dtypes[index], data,
                              header.num_points * sum(header.field_bytes[:index]))
             for name, index in places.items()}

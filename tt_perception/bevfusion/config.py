@@ -8,7 +8,7 @@ parameter files configure this package unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,8 @@ from tt_perception.runtime.errors import ArtifactError, ConfigError
 MAX_VOXELS = 256_000
 MAX_COLUMN_CELLS = 63  # the rulebook keeps one column of cells along z in one 64-bit word
 MAX_STREAMS = 16
+MAX_GRID_CELLS = 2 ** 31 - 1
+MAX_PARAMETER_FILE_BYTES = 1 << 20
 
 # Most active rows that a frame may have on levels 1 to 4 of the sparse encoder.
 CAPACITY_BUCKETS = (
@@ -63,11 +65,12 @@ class Parameter:
         """
         if not self.kind.endswith('[]'):
             return self._check_one(value)
-        if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
-            if not (hasattr(value, '__iter__') and hasattr(value, '__len__')):
-                raise self._wrong(value, f'a list of {self.kind[:-2]}')
-            if isinstance(value, (str, bytes, Mapping)):
-                raise self._wrong(value, f'a list of {self.kind[:-2]}')
+        try:
+            is_list = not isinstance(value, (str, bytes, Mapping, Set)) and len(value) >= 0
+        except TypeError:  # no length: a number, a generator, an array without dimensions
+            is_list = False
+        if not is_list:
+            raise self._wrong(value, f'a list of {self.kind[:-2]}')
         if self.size is not None and len(value) != self.size:
             raise ConfigError(f'{self.name}: found {len(value)} values, expected {self.size}')
         return tuple(self._check_one(v) for v in value)
@@ -77,23 +80,37 @@ class Parameter:
         if isinstance(value, np.generic):
             value = value.item()
         if kind == 'float' and isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                raise self._wrong(value, 'a number that a float holds') from None
             if math.isnan(value) and not self.allow_nan:
                 raise self._wrong(value, 'a number')
         elif kind == 'int' and isinstance(value, float) and value.is_integer():
             value = int(value)
         elif type(value).__name__ != kind:
             raise self._wrong(value, kind)
+        if kind == 'int' and not -2 ** 63 <= value < 2 ** 63:
+            raise self._wrong(value, 'a 64-bit integer')
         if self.low is not None and value < self.low:
-            raise self._wrong(value, f'at least {self.low:g}')
+            raise self._wrong(value, f'at least {self.low}')
         if self.high is not None and value > self.high:
-            raise self._wrong(value, f'at most {self.high:g}')
+            raise self._wrong(value, f'at most {self.high}')
         if self.choices is not None and value not in self.choices:
             raise self._wrong(value, 'one of ' + ', '.join(map(repr, self.choices)))
         return value
 
     def _wrong(self, value: Any, expected: str) -> ConfigError:
-        return ConfigError(f'{self.name}: found {value!r}, expected {expected}')
+        return ConfigError(f'{self.name}: found {_shown(value)}, expected {expected}')
+
+
+def _shown(value: Any) -> str:
+    """Return ``repr(value)`` as one line that is not too long."""
+    try:
+        text = ' '.join(repr(value).split())
+    except ValueError:  # Python writes no integers of thousands of digits
+        return f'{type(value).__name__} of {value.bit_length()} bits'
+    return text if len(text) <= 120 else text[:117] + '...'
 
 
 P = Parameter
@@ -111,13 +128,16 @@ PARAMETERS: dict[str, Parameter] = {p.name: p for p in (
     P('voxel_size', 'float[]', (0.17, 0.17, 0.2), 'edges of a voxel along x, y, z (m)', size=3),
     P('voxels_num', 'int[]', (1, 128_000, MAX_VOXELS),
       'least, usual and greatest number of voxels', low=1, size=3),
-    P('max_points_per_voxel', 'int', 10, 'points of a voxel that count for its mean', low=1),
+    P('max_points_per_voxel', 'int', 10, 'points of a voxel that count for its mean', low=1,
+      high=1_000_000),
     P('num_proposals', 'int', 500, 'proposals of the network', low=1),
     P('out_size_factor', 'int', 8, 'voxels along one side of a cell of the feature map', low=1),
     P('use_intensity', 'bool', False, 'intensity is a feature of a point'),
-    P('densification_num_past_frames', 'int', 1, 'past sweeps fused with the current one', low=0),
+    P('densification_num_past_frames', 'int', 1, 'past sweeps fused with the current one', low=0,
+      high=100),
     P('densification_world_frame_id', 'str', 'map', 'fixed frame that connects the sweeps'),
-    P('cloud_capacity', 'int', 2_000_000, 'most points after densification', low=1),
+    P('cloud_capacity', 'int', 2_000_000, 'most points after densification', low=1,
+      high=2 ** 31 - 1),
     P('strict_float32', 'bool', False,
       'transform sweeps by the float32 arithmetic of the CUDA node, its rounding included'),
     P('circle_nms_dist_threshold', 'float', 0.5,
@@ -296,7 +316,8 @@ class BEVFusionConfig:
         """Build the configuration; what ``values`` leaves out has the profile's default.
 
         :param values: parameter name -> value, the dotted ROS names.
-        :raises ConfigError: unknown name, or wrong type, size, range or combination.
+        :raises ConfigError: unknown name, or wrong type, size, range or combination; a score
+            threshold of a class that is not in ``class_names``.
         """
         checked = {name: parameter(name).check(value) for name, value in values.items()}
         v = {name: checked.get(name, p.default) for name, p in PARAMETERS.items()}
@@ -331,15 +352,7 @@ class BEVFusionConfig:
 
 
 def _grid(v: Mapping[str, Any]) -> GridConfig:
-    for name in ('point_cloud_range', 'voxel_size'):
-        if not np.isfinite(v[name]).all():
-            raise ConfigError(f'{name}: found {v[name]}, expected finite numbers')
-    if min(v['voxel_size']) <= 0:
-        raise ConfigError(f'voxel_size: found {v["voxel_size"]}, expected positive edges')
-    low, high = v['point_cloud_range'][:3], v['point_cloud_range'][3:]
-    if not all(a < b for a, b in zip(low, high, strict=True)):
-        raise ConfigError(f'point_cloud_range: found {v["point_cloud_range"]}, '
-                          'expected each minimum below its maximum')
+    _check_extent(v['point_cloud_range'], v['voxel_size'])
     least, usual, most = v['voxels_num']
     if not least <= usual <= most <= MAX_VOXELS:
         raise ConfigError(f'voxels_num: found {v["voxels_num"]}, '
@@ -349,6 +362,9 @@ def _grid(v: Mapping[str, Any]) -> GridConfig:
                           f'{least} points that voxels_num asks for')
     grid = GridConfig(v['point_cloud_range'], v['voxel_size'], v['max_points_per_voxel'],
                       least, most, v['use_intensity'])
+    if math.prod(grid.size_xyz) > MAX_GRID_CELLS:
+        raise ConfigError(f'voxel_size: found {" x ".join(map(str, grid.size_xyz))} voxels in '
+                          f'point_cloud_range, expected at most {MAX_GRID_CELLS}')
     if min(grid.size_xyz) < 1:
         raise ConfigError(f'voxel_size: found {v["voxel_size"]}, '
                           'expected at least one voxel in point_cloud_range')
@@ -358,16 +374,46 @@ def _grid(v: Mapping[str, Any]) -> GridConfig:
     return grid
 
 
+def _check_extent(point_cloud_range: Sequence[float], voxel_size: Sequence[float]) -> None:
+    """Refuse what has no finite number of cells in float32."""
+    with np.errstate(all='ignore'):  # what float32 cannot hold is infinite or 0
+        corners = np.asarray(point_cloud_range).astype(np.float32)
+        edges = np.asarray(voxel_size).astype(np.float32)
+        extent = corners[3:] - corners[:3]
+        cells = extent / edges
+    if not np.isfinite(extent).all():
+        raise ConfigError(f'point_cloud_range: found {point_cloud_range}, '
+                          'expected finite numbers in float32')
+    if not (np.isfinite(edges) & (edges > 0)).all():
+        raise ConfigError(f'voxel_size: found {voxel_size}, '
+                          'expected finite, positive edges in float32')
+    if not (extent > 0).all():
+        raise ConfigError(f'point_cloud_range: found {point_cloud_range}, '
+                          'expected each minimum below its maximum')
+    if not np.isfinite(cells).all():
+        raise ConfigError(f'voxel_size: found {voxel_size}, expected a finite number of voxels '
+                          'in point_cloud_range')
+
+
 def _unit_or_zero(values: Sequence[float]) -> np.ndarray:
     """Return float32 values, those outside [0, 1) as 0, as upstream does."""
-    array = np.asarray(values, np.float32)
+    array = _float32(values)
     return np.where((array >= 0) & (array < 1), array, np.float32(0))
+
+
+def _float32(values: Sequence[float]) -> np.ndarray:
+    with np.errstate(over='ignore'):  # beyond float32 is infinite
+        return np.asarray(values, np.float64).astype(np.float32)
 
 
 def _postprocess(v: Mapping[str, Any], checked: Mapping[str, Any]):
     names = v['class_names']
     if not names:
         raise ConfigError('class_names: found an empty list, expected at least one class')
+    for name in checked:
+        if name.startswith(_SCORES) and name[len(_SCORES):] not in names:
+            raise ConfigError(f'{name}: no such class, expected one of the class_names '
+                              + ', '.join(names))
     yaw_norm = _unit_or_zero(v['yaw_norm_thresholds'])
     if len(yaw_norm) < len(names):
         raise ConfigError(f'yaw_norm_thresholds: found {len(yaw_norm)} values, '
@@ -389,7 +435,7 @@ def _postprocess(v: Mapping[str, Any], checked: Mapping[str, Any]):
         voxel_size_xy=v['voxel_size'][:2],
         range_min_xy=v['point_cloud_range'][:2],
         min_scores=np.stack([_unit_or_zero(scores[_SCORES + n]) for n in names], axis=1),
-        distance_limits_m=np.asarray(limits, np.float32),
+        distance_limits_m=_float32(limits),
         yaw_norm_thresholds=yaw_norm[:len(names)],
         circle_nms_dist_threshold=v['circle_nms_dist_threshold'],
         iou_nms_search_distance_2d=v['iou_nms_search_distance_2d'],
@@ -415,19 +461,49 @@ def _remap(v: Mapping[str, Any]) -> RemapConfig:
 def read_parameter_file(path: str | Path) -> dict[str, Any]:
     """Read a ROS 2 parameter file into dotted names; the node name in it is not looked at.
 
-    :raises ArtifactError: missing file, no YAML, or no ``ros__parameters`` in it.
+    :raises ArtifactError: missing file, too large, no YAML, or no ``ros__parameters`` in it.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).open('rb') as stream:
+            raw = stream.read(MAX_PARAMETER_FILE_BYTES + 1)
+        text = raw.decode('utf-8')
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path of a file
         raise ArtifactError(f'{path}: cannot be read: {error}') from None
-    except yaml.YAMLError as error:
-        raise ArtifactError(f'{path}: is no YAML: {" ".join(str(error).split())}') from None
+    if len(raw) > MAX_PARAMETER_FILE_BYTES:
+        raise ArtifactError(f'{path}: found more than {MAX_PARAMETER_FILE_BYTES} bytes, '
+                            'too many for a parameter file')
+    try:
+        tree = load_yaml(text)
+    except ValueError as error:
+        raise ArtifactError(f'{path}: is no YAML: {error}') from None
     flat: dict[str, Any] = {}
     found = _collect(tree, flat)
     if not found:
         raise ArtifactError(f'{path}: has no ros__parameters')
     return flat
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases, which ROS refuses in parameter files; with them 1 kB may be endless."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                None, None, 'found an alias, expected values', self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the plain values of a YAML text, aliases excluded.
+
+    :raises ValueError: with one line that says what is wrong.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ValueError('is nested too deeply') from None
+    except Exception as error:  # PyYAML's constructors let those of the converted types through
+        raise ValueError(' '.join(str(error).split()) or type(error).__name__) from None
 
 
 def _collect(tree: Any, flat: dict[str, Any]) -> bool:
@@ -453,6 +529,13 @@ def _flatten(tree: Mapping, prefix: str, flat: dict[str, Any]) -> None:
 
 
 def known_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``values`` that the model has; upstream's files hold others too."""
-    return {name: value for name, value in values.items()
-            if name in PARAMETERS or name.startswith(_SCORES)}
+    """Return those of ``values`` that the model has; upstream's files hold others too.
+
+    Score thresholds of other classes than those of ``values`` are among the others.
+
+    :raises ConfigError: ``class_names`` is wrong.
+    """
+    classes = PARAMETERS['class_names']
+    names = classes.check(values.get(classes.name, classes.default))
+    known = PARAMETERS.keys() | {_SCORES + name for name in names}
+    return {name: value for name, value in values.items() if name in known}

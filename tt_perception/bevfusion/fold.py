@@ -13,7 +13,8 @@ from tt_perception.runtime.errors import ArtifactError
 
 EPSILON = 1e-3  # of the norms of sparse encoder, backbone and neck
 HEAD_EPSILON = 1e-5  # of the norms of the head
-BRANCHES = ('center', 'height', 'dim', 'rot', 'vel', 'heatmap')
+BOX_BRANCHES = {'center': 2, 'height': 1, 'dim': 3, 'rot': 2, 'vel': 2}  # and their channels
+BRANCHES = (*BOX_BRANCHES, 'heatmap')
 _NORM_PARTS = ('weight', 'bias', 'running_mean', 'running_var')
 
 

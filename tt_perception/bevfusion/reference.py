@@ -26,14 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tt_perception.bevfusion.config import NetworkConfig
-from tt_perception.bevfusion.fold import BRANCHES, EPSILON, HEAD_EPSILON
+from tt_perception.bevfusion.fold import BOX_BRANCHES, BRANCHES, EPSILON, HEAD_EPSILON
 from tt_perception.bevfusion.sparseconv import Pairs, SparseConvolution
 from tt_perception.runtime.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from tt_perception.bevfusion.rulebook import Rulebooks
 
-BRANCH_CHANNELS = {'center': 2, 'height': 1, 'dim': 3, 'rot': 2, 'vel': 2}
 
 Keep = Callable[[str, Tensor], None]
 
@@ -356,7 +355,7 @@ class Head(nn.Module):
             nn.Conv2d(c, config.num_classes, 3, padding=1))
         self.class_encoding = Pointwise(config.num_classes, c)
         self.decoder = nn.ModuleList([DecoderLayer(config, folded)])
-        widths = {**BRANCH_CHANNELS, 'heatmap': config.num_classes}
+        widths = {**BOX_BRANCHES, 'heatmap': config.num_classes}
         self.prediction_heads = nn.ModuleList([nn.ModuleDict({
             name: nn.Sequential(
                 ConvNorm(Pointwise(c, config.branch_channels, bias=folded),
@@ -392,7 +391,7 @@ class Head(nn.Module):
         for name, value in out.items():
             keep(f'bbox_head.prediction_heads.0.{name}', value)
         out['center'] = out['center'] + query_pos
-        bbox_pred = torch.cat([out[name] for name in BRANCH_CHANNELS], dim=1).T.contiguous()
+        bbox_pred = torch.cat([out[name] for name in BOX_BRANCHES], dim=1).T.contiguous()
         certainty = out['heatmap'].gather(1, label[:, None])[:, 0].sigmoid()
         return bbox_pred, certainty * heatmap.flatten()[proposals], label
 

@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 
 from tt_perception.bevfusion.config import BEVFusionConfig, GridConfig, NetworkConfig
-from tt_perception.bevfusion.fold import BRANCHES, EPSILON, HEAD_EPSILON, fold_norms
+from tt_perception.bevfusion.fold import (
+    BOX_BRANCHES,
+    BRANCHES,
+    EPSILON,
+    HEAD_EPSILON,
+    fold_norms,
+)
 from tt_perception.bevfusion.onnxgraph import GraphWalk, Node, OnnxGraph
 from tt_perception.runtime.errors import ArtifactError
 
@@ -30,7 +36,6 @@ _INPUTS = ('voxels', 'coors', 'num_points_per_voxel')
 _OUTPUTS = ('bbox_pred', 'score', 'label_pred')
 _POINT_FEATURES = (4, 5)
 _RELU = 1  # act_type of ImplicitGemm
-_BOX_BRANCHES = {'center': 2, 'height': 1, 'dim': 3, 'rot': 2, 'vel': 2}
 _DECODER = 'bbox_head.decoder.0'
 
 
@@ -724,9 +729,9 @@ class _Walk(GraphWalk):
     def _box_branches(self, query: str, query_pos: str) -> None:
         """Read the branches of the box in the order in which the last Concat lists them."""
         joined = self.maker('bbox_pred', 'Concat', 'bbox_pred')
-        self.expect(joined, 'inputs', len(joined.inputs), len(_BOX_BRANCHES))
+        self.expect(joined, 'inputs', len(joined.inputs), len(BOX_BRANCHES))
         self.axis(joined, 2, 0)
-        for (name, channels), tensor in zip(_BOX_BRANCHES.items(), joined.inputs,
+        for (name, channels), tensor in zip(BOX_BRANCHES.items(), joined.inputs,
                                             strict=True):
             if name == 'center':
                 add = self.maker(tensor, 'Add', name)

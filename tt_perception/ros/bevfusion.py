@@ -110,9 +110,12 @@ class BEVFusionNode(FrameNode):
         from sensor_msgs.msg import PointCloud2
         self.start_frames()
         qos = QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT)
-        self._subscription = self.create_subscription(
-            PointCloud2, INPUT, self.receive, qos,
-            qos_overriding_options=QoSOverridingOptions.with_default_policies())
+        try:
+            self._subscription = self.create_subscription(
+                PointCloud2, INPUT, self.receive, qos,
+                qos_overriding_options=QoSOverridingOptions.with_default_policies())
+        except RuntimeError as error:  # a wrong value of a qos_overrides parameter
+            raise ConfigError(f'qos_overrides: {" ".join(str(error).split())}') from None
         self.get_logger().info(f'active: {self._subscription.topic_name} -> '
                                f'{self._publisher.topic_name}')
 

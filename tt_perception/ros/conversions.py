@@ -9,19 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tt_perception.bevfusion.cloud import XYZIRC, point_fields
 from tt_perception.bevfusion.detections import Detections3D
 
 _BOUNDING_BOX = 0  # autoware_perception_msgs/msg/Shape
-
-# A point record as Autoware's sensing pipeline publishes it.
-XYZIRC = np.dtype([('x', np.float32), ('y', np.float32), ('z', np.float32),
-                   ('intensity', np.uint8), ('return_type', np.uint8), ('channel', np.uint16)])
-
-_POINT_FIELD_TYPES = {  # sensor_msgs/msg/PointField
-    np.dtype(np.int8): 1, np.dtype(np.uint8): 2, np.dtype(np.int16): 3, np.dtype(np.uint16): 4,
-    np.dtype(np.int32): 5, np.dtype(np.uint32): 6, np.dtype(np.float32): 7,
-    np.dtype(np.float64): 8,
-}
 
 
 def stamp_to_ns(stamp: Any) -> int:
@@ -105,12 +96,8 @@ def cloud_message(records: np.ndarray, *, frame_id: str, stamp_ns: int) -> Any:
     from sensor_msgs.msg import PointCloud2, PointField
     records = np.ascontiguousarray(np.atleast_2d(records))
     dtype = records.dtype
-    fields = []
-    for name in dtype.names:
-        kind, offset = dtype.fields[name][:2]
-        base, shape = kind.subdtype or (kind, ())
-        fields.append(PointField(name=name, offset=offset, count=math.prod(shape),
-                                 datatype=_POINT_FIELD_TYPES[base.newbyteorder('=')]))
+    fields = [PointField(name=name, offset=offset, datatype=datatype, count=count)
+              for name, offset, datatype, count in point_fields(dtype)]
     height, width = records.shape
     message = PointCloud2(
         height=height, width=width, fields=fields, point_step=dtype.itemsize,

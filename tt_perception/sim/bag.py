@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tt_perception.bevfusion.cloud import XYZIRC, point_fields
 from tt_perception.runtime.errors import ArtifactError, InputError
 from tt_perception.sim.drive import Drive, SimulatedSweep, TrueObjects
 
@@ -19,12 +20,7 @@ TF_PERIOD_NS = 20_000_000
 TF_MARGIN_NS = 100_000_000  # transforms before the first and after the last cloud
 TF_DELAY_NS, CLOUD_DELAY_NS = 1_000_000, 45_000_000  # between stamp and recording
 _VERSION = 9
-_FLOAT32, _UINT8, _UINT16 = 7, 2, 4  # sensor_msgs/msg/PointField
 _SINGLE_STRONGEST = 1  # Autoware's return type
-
-# Autoware's point record.
-_XYZIRC = np.dtype([('x', np.float32), ('y', np.float32), ('z', np.float32),
-                    ('intensity', np.uint8), ('return_type', np.uint8), ('channel', np.uint16)])
 
 
 def truth_path(bag: Path) -> Path:
@@ -113,20 +109,18 @@ class _Messages:
                     self._transforms(MAP_FRAME, BASE_FRAME, stamp_ns, pose))
 
     def write_cloud(self, sweep: SimulatedSweep) -> None:
-        records = np.empty(len(sweep.points), _XYZIRC)
+        records = np.empty(len(sweep.points), XYZIRC)
         records['x'], records['y'], records['z'], records['intensity'] = sweep.points.T
         records['return_type'] = _SINGLE_STRONGEST
         records['channel'] = sweep.channels
-        datatypes = {np.dtype(np.float32): _FLOAT32, np.dtype(np.uint8): _UINT8,
-                     np.dtype(np.uint16): _UINT16}
         field = self._types['sensor_msgs/msg/PointField']
         self._write(self._clouds, sweep.stamp_ns + CLOUD_DELAY_NS,
                     self._types['sensor_msgs/msg/PointCloud2'](
                         header=self._header(BASE_FRAME, sweep.stamp_ns), height=1,
                         width=len(records),
-                        fields=[field(name=name, offset=offset, datatype=datatypes[kind], count=1)
-                                for name, (kind, offset) in _XYZIRC.fields.items()],
-                        is_bigendian=False, point_step=_XYZIRC.itemsize,
+                        fields=[field(name=name, offset=offset, datatype=datatype, count=count)
+                                for name, offset, datatype, count in point_fields(XYZIRC)],
+                        is_bigendian=False, point_step=XYZIRC.itemsize,
                         row_step=records.nbytes, data=records.view(np.uint8), is_dense=True))
 
     def _connect(self, topic: str, message_type: str, depth: int, latched: bool = False) -> Any:
