@@ -84,6 +84,31 @@ def test_what_is_no_model_is_refused(folder, tmp_path):
         assert message in str(caught.value)
 
 
+class OddPath:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __fspath__(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize('source', [
+    5, b'x', [], {}, 0.5, OddPath(b'x'), OddPath(5), OddPath(KeyError('a\nb')),
+    '~no_such_user_of_tt/x'])
+def test_what_is_no_path_is_refused(source):
+    with pytest.raises(ArtifactError, match='^source: found a .* that is no path') as caught:
+        resolve(source)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('source', ['x' * 5_000, 'x' * 5_000 + '.onnx', 'a\0b', '\ud800', ''])
+def test_paths_that_cannot_be_are_refused(source):
+    with pytest.raises(ArtifactError):
+        resolve(source)
+
+
 def test_the_release_comes_from_the_cache(tmp_path, monkeypatch):
     constants = pytest.importorskip('huggingface_hub.constants')
     monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recordings import PERMISSIVE_PCDS, kitti_points, nuscenes_points
 
-from tt_perception.bevfusion.cloudfile import as_points, read_cloud
+from tt_perception.bevfusion.cloudfile import MAX_POINTS, as_points, read_cloud
 from tt_perception.runtime.errors import InputError
 
 XYZ = ('x', 'y', 'z')
@@ -506,3 +506,101 @@ def test_encrypted_or_odd_archives_are_refused(write):
     for signature, place in ((b'PK\3\4', 6), (b'PK\1\2', 8)):
         data[data.index(signature) + place] |= 1  # the bit that says encrypted
     refused(read_cloud, write('a.npz', bytes(data)))
+
+
+def test_masked_values_are_dropped_like_nan():
+    mask = np.zeros((5, 4), bool)
+    mask[1, 0] = mask[3, 2] = mask[4, 3] = True
+    for dtype in (np.float32, '>f8', np.int16):
+        masked = np.ma.MaskedArray(XYZI_ARRAY.astype(dtype), mask)
+        cloud = as_points(masked, use_intensity=False)
+        np.testing.assert_array_equal(cloud.points, np.delete(XYZI_ARRAY, (1, 3), 0)[:, :3])
+        assert (cloud.num_dropped, cloud.num_received) == (2, 5)
+        assert as_points(masked, use_intensity=True).num_dropped == 3
+        columns = {name: masked[:, index] for index, name in enumerate(XYZI)}
+        assert as_points(columns, use_intensity=True).num_dropped == 3
+    record = np.ma.zeros(5, [(name, 'f4') for name in XYZI])
+    for index, name in enumerate(XYZI):
+        record[name] = np.ma.MaskedArray(XYZI_ARRAY[:, index], mask[:, index])
+    assert as_points(record, use_intensity=True).num_dropped == 3
+    refused(as_points, np.ma.masked_all((4, 3)), use_intensity=False, reason='empty')
+
+
+@pytest.mark.parametrize('columns', [5, (), b'xyzi', [None] * 4, np.array(3), {1: 2}])
+def test_columns_that_are_no_names_are_refused(write, columns):
+    for source, reason in ((XYZI_ARRAY, 'layout'), (write('a.bin', bytes(32)), 'file')):
+        message = refused(as_points, source, use_intensity=False, columns=columns, reason=reason)
+        assert 'expected a sequence of names' in message
+    refused(as_points, {'x': [1], 'y': [2], 'z': [3]}, use_intensity=False, columns=5,
+            reason='layout')
+
+
+def test_too_many_points_are_refused_before_they_are_copied():
+    torch = pytest.importorskip('torch')
+    count = 10 ** 12
+    record = np.zeros((), [(name, 'f4') for name in XYZ])
+    column = np.broadcast_to(np.float32(0), count)
+    expected = f'found {count} points, expected at most {MAX_POINTS}'
+    tracemalloc.start()
+    for source in (np.broadcast_to(np.float32(0), (count, 3)), np.broadcast_to(record, count),
+                   np.broadcast_to(record, (10 ** 6, 10 ** 6)), dict.fromkeys(XYZ, column),
+                   torch.zeros((1, 3)).expand(count, 3),
+                   torch.zeros((1, 3), dtype=torch.bfloat16).expand(count, 3)):
+        assert expected in refused(as_points, source, use_intensity=False, reason='layout')
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_too_many_points_of_a_file_are_refused(write, monkeypatch):
+    monkeypatch.setattr('tt_perception.bevfusion.cloudfile.MAX_POINTS', 4)
+    for path in (write('a.bin', bytes(5 * 16)), write('a.npz', npz(points=XYZI_ARRAY))):
+        for call in (read_cloud, lambda p: as_points(p, use_intensity=False)):
+            assert 'found 5 points, expected at most 4' in refused(call, path)
+
+
+class Odd:
+    """Raises what it is told to when it is used as an array or as a path."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __array__(self, *args, **kwargs):
+        raise self.error
+
+
+class OddPath(Odd):
+    def __fspath__(self):
+        if isinstance(self.error, bytes):
+            return self.error
+        raise self.error
+
+
+@pytest.mark.parametrize('error', [OSError('a\nb'), KeyError('a'), ZeroDivisionError(),
+                                   RecursionError('deep'), MemoryError()])
+def test_sources_that_raise_are_refused(error):
+    message = refused(as_points, Odd(error), use_intensity=False, reason='layout')
+    assert message.startswith('points: found a Odd that is no array')
+    refused(as_points, dict.fromkeys(XYZ, Odd(error)), use_intensity=False, reason='layout')
+    for source in (OddPath(error), OddPath(b'bytes')):
+        for call in (read_cloud, lambda p: as_points(p, use_intensity=False)):
+            assert 'points: found a OddPath that is no path' in refused(call, source)
+
+
+def test_paths_that_no_file_can_have_are_refused():
+    for path in ('a' * 5_000 + '.pcd', 'a\0.pcd', '\ud800.pcd'):
+        refused(as_points, path, use_intensity=False)
+
+
+def test_truth_values_are_no_shape(write):
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (True, 3), }"
+    header += ' ' * (-(len(header) + 11) % 64) + '\n'
+    raw = b'\x93NUMPY\x01\x00' + struct.pack('<H', len(header)) + header.encode() + bytes(12)
+    assert 'shape [True, 3]' in refused(read_cloud, write('a.npy', raw))
+
+
+@pytest.mark.parametrize('data', [b'ascii\n', b'binary\n', b'binary_compressed\n' + bytes(8)])
+def test_a_pcd_file_without_points_says_so(write, data):
+    path = write('a.pcd', b'FIELDS x y z\nSIZE 4 4 4\nTYPE F F F\nWIDTH 0\nHEIGHT 1\nDATA '
+                 + data)
+    assert read_cloud(path)[0].shape == (0, 3)
+    assert 'found 0 points' in refused(as_points, path, use_intensity=False, reason='empty')

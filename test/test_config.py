@@ -36,10 +36,10 @@ def refused(call, *arguments, error=ConfigError, **named) -> str:
     ('max_points_per_voxel', 2 ** 31),
     ('cloud_capacity', 2 ** 31),
     ('num_proposals', 2 ** 63),
-    ('num_proposals', 10 ** 5000),
+    pytest.param('num_proposals', 10 ** 5000, id='digits of an integer'),
     ('num_proposals', 1e300),
     ('iou_nms_threshold', 10 ** 400),
-    ('iou_nms_threshold', 10 ** 5000),
+    pytest.param('iou_nms_threshold', 10 ** 5000, id='digits of a number'),
     ('voxel_size', [1e-300, 0.17, 0.2]),
     ('voxel_size', [1e-44, 0.17, 0.2]),
     ('voxel_size', [1e-9, 1e-9, 0.2]),
@@ -134,7 +134,7 @@ MERGES = '/**: {ros__parameters: {a0: &a0 {k: 1}, ' + ', '.join(
     '/**: {ros__parameters: {x: !!int x}}', '/**: {ros__parameters: {x: !!bool x}}',
     '/**: {ros__parameters: {x: !!timestamp x}}', 'x: ' + '9' * 5000, 'x: !!python/object:a.b {}',
     '{[1]: 2}', '{', 'a: b: c', '', 'a: 1', 'ros__parameters: 5', '- ros__parameters: {}',
-    b'\xff\xfe\xfd', 'x: "\x00"', 'x' * (1 << 20) + ': 1'])
+    b'\xff\xfe\xfd', 'x: "\x00"', 'x' * (1 << 20) + ': 1'], ids=lambda text: str(text[:40]))
 def test_parameter_files_that_are_refused(read, text):
     refused(read, text, error=ArtifactError)
 

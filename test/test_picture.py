@@ -104,3 +104,13 @@ def test_no_global_state_of_pyplot(tmp_path):
     before = 'matplotlib.pyplot' in sys.modules
     birds_eye(NO_POINTS, None, None, tmp_path / 'x.png', title='x')
     assert ('matplotlib.pyplot' in sys.modules) == before
+
+
+def test_a_title_is_taken_literally(tmp_path):
+    """Dollars are no mathematics, and a file name need not be UTF-8."""
+    for number, title in enumerate(('cloud_$x$.pcd', 'cloud_$\\frac{$.pcd', 'cloud_\udcff.pcd')):
+        birds_eye(NO_POINTS, None, None, tmp_path / f'{number}.png', title=title)
+    birds_eye(NO_POINTS, None, None, tmp_path / 'x.png', title='cloud_x.pcd')
+    head = [read(tmp_path / name)[:80] for name in ('0.png', 'x.png')]
+    wide = [np.flatnonzero((picture > 0.5).any(axis=(0, 2))).max() for picture in head]
+    assert wide[0] > wide[1]  # the dollars are there

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tt_perception.runtime.errors import ConfigError, PerceptionError
 from tt_perception.runtime.threads import let_idle_threads_sleep
 
 EXIT_FAILED = 1
+_STDOUT = 'standard output'
 _FLOAT = re.compile(r'[-+]?\d+(\.\d*)?[eE][-+]?\d+')  # YAML 1.1 takes 1e-1 for a text
 EXIT_INTERRUPTED = 130
 
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger('tt_perception').setLevel(logging.INFO)
     try:
         code = args.command(args, rest) if args.takes_ros_args else args.command(args)
-        sys.stdout.flush()  # at exit it would be too late to say that it fails
+        with _naming_stdout():
+            sys.stdout.flush()  # at exit it would be too late to say that it fails
         return code
     except PerceptionError as error:
         print(f'tt_perception: {error}', file=sys.stderr)
@@ -52,19 +55,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:
         place = '' if error.filename is None else f'{error.filename}: '
-        if not place and not _close_stdout():
-            place = 'standard output: '
+        if error.filename in (None, _STDOUT):
+            _close_stdout()
         print(f'tt_perception: {place}{error.strerror or error}', file=sys.stderr)
         return EXIT_FAILED
 
 
-def _close_stdout() -> bool:
-    """Close stdout, so that nothing is written at exit; return whether it has taken all."""
+@contextlib.contextmanager
+def _naming_stdout() -> Iterator[None]:
+    """Let an error of stdout say where it is from."""
     try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, _STDOUT) from None
+
+
+def _say(text: Any) -> None:
+    with _naming_stdout():
+        print(text)
+
+
+def _close_stdout() -> None:
+    """Close stdout, so that Python does not try to write the rest at exit."""
+    with contextlib.suppress(OSError):
         sys.stdout.close()
-    except OSError:
-        return False
-    return True
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:
@@ -151,8 +167,8 @@ def _play(args: argparse.Namespace) -> int:
     report = play(args.bag, rate=args.rate, loop=args.loop, start_offset_s=args.start_offset,
                   topics=args.topics, answer_topic=args.answer_topic,
                   cloud_topic=args.cloud_topic, answer_timeout_s=args.answer_timeout)
-    print(f'{args.bag}: played ' + ', '.join(f'{topic} {count}' for topic, count
-                                             in sorted(report.num_messages.items())))
+    _say(f'{args.bag}: played ' + ', '.join(f'{topic} {count}' for topic, count
+                                            in sorted(report.num_messages.items())))
     if not report.unanswered_ns:
         return 0
     print(f'tt_perception: {len(report.unanswered_ns)} clouds were not answered, the first of '
@@ -189,7 +205,7 @@ def _detect(args: argparse.Namespace) -> int:
                 failed = True
                 continue
             if args.json:
-                print(json.dumps({'file': str(path), **detections.to_dict()}))
+                _say(json.dumps({'file': str(path), **detections.to_dict()}))
             else:
                 _print_detections(path, detections)
             if args.plot:
@@ -199,16 +215,16 @@ def _detect(args: argparse.Namespace) -> int:
 
 
 def _print_detections(path: Path, detections) -> None:
-    print(f'{path}: {len(detections)} objects, {detections.meta["num_points"]} points, '
-          f'{detections.meta["num_voxels"]} voxels, {detections.timing_ms["total"]:.0f} ms')
+    _say(f'{path}: {len(detections)} objects, {detections.meta["num_points"]} points, '
+         f'{detections.meta["num_voxels"]} voxels, {detections.timing_ms["total"]:.0f} ms')
     if len(detections):
-        print(f'  {"label":12}{"score":>6}{"x":>8}{"y":>8}{"z":>7}{"length":>8}{"width":>7}'
-              f'{"height":>8}{"yaw":>7}   (m, rad)')
+        _say(f'  {"label":12}{"score":>6}{"x":>8}{"y":>8}{"z":>7}{"length":>8}{"width":>7}'
+             f'{"height":>8}{"yaw":>7}   (m, rad)')
     for label, score, box in zip(detections.label_names, detections.scores,
                                  detections.boxes_xyzlwh_yaw, strict=True):
         x, y, z, length, width, height, yaw = box
-        print(f'  {label:12}{score:6.2f}{x:8.2f}{y:8.2f}{z:7.2f}{length:8.2f}{width:7.2f}'
-              f'{height:8.2f}{yaw:7.2f}')
+        _say(f'  {label:12}{score:6.2f}{x:8.2f}{y:8.2f}{z:7.2f}{length:8.2f}{width:7.2f}'
+             f'{height:8.2f}{yaw:7.2f}')
 
 
 def _plot(png: Path, number: int | None, path: Path, detections, columns) -> None:
@@ -231,14 +247,14 @@ def _bench(args: argparse.Namespace) -> int:
     sizes = {} if args.voxels is None else {'voxels': [n * 1_000 for n in args.voxels]}
     function = {'host': bench.bench_host, 'cpu': bench.bench_cpu}[args.what]
     result = function(repeat=args.repeat, **sizes)
-    print(json.dumps(result, indent=2) if args.json else bench.table(result))
+    _say(json.dumps(result, indent=2) if args.json else bench.table(result))
     return 0
 
 
 def _make_artifact(args: argparse.Namespace) -> int:
     from tt_perception.bevfusion.seeded import make_artifact
     for path in make_artifact(args.folder, seed=args.seed):
-        print(path)
+        _say(path)
     return 0
 
 
@@ -246,10 +262,10 @@ def _info(args: argparse.Namespace) -> int:
     from tt_perception.report import environment
     found = environment()
     if args.json:
-        print(json.dumps(found, indent=2))
+        _say(json.dumps(found, indent=2))
     else:
         for name, value in found.items():
-            print(f'{name:26}{value}')
+            _say(f'{name:26}{value}')
     return 0
 
 

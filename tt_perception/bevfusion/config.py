@@ -108,8 +108,8 @@ def _shown(value: Any) -> str:
     """Return ``repr(value)`` as one line that is not too long."""
     try:
         text = ' '.join(repr(value).split())
-    except ValueError:  # Python writes no integers of thousands of digits
-        return f'{type(value).__name__} of {value.bit_length()} bits'
+    except Exception:  # any of a user's class; ValueError for integers of thousands of digits
+        return f'a value of type {type(value).__name__}'
     return text if len(text) <= 120 else text[:117] + '...'
 
 
