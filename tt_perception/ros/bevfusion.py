@@ -70,7 +70,7 @@ class BEVFusionNode(FrameNode):
         from tt_perception.bevfusion.model import BEVFusion
         source = source_of(*(self._settings.value(n) for n in ('model_path', 'onnx_path')))
         given = {name: value for name, value in self._settings.given().items()
-                 if name in PARAMETERS or name.startswith('detection_score_thresholds.')}
+                 if name in PARAMETERS}
         return BEVFusion.from_pretrained(source, backend=self._settings.value('backend'),
                                          **given)
 
@@ -185,9 +185,15 @@ class BEVFusionNode(FrameNode):
 
     def _show_parameters(self, config: Any) -> None:
         """Let the parameters show what is in use, also what came from the artifact."""
-        late = self._declare_scores(config.class_names)
-        if late:  # thresholds of classes that only the artifact knows
-            self._change({name: self._settings.value(name) for name in late})
+        self._declare_scores(config.class_names)
+        # Only now is it known which classes have a threshold.
+        given = {name: value for name, value in self._settings.given().items()
+                 if name not in PARAMETERS and name.startswith('detection_score_thresholds.')}
+        absent = sorted(given.keys() - config.parameters.keys())
+        if absent:
+            self.get_logger().warning(', '.join(absent) + ': have no effect, the classes are '
+                                      + ', '.join(config.class_names))
+        self._change({name: value for name, value in given.items() if name not in absent})
         self._settings.show({**config.parameters, **self._per_call})
 
     def _change(self, values: Mapping[str, Any]) -> None:
