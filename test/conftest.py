@@ -29,6 +29,16 @@ def data_dir() -> Path:
     return folder
 
 
+@pytest.fixture(scope='module')
+def one_thread():
+    """Let torch use one thread: small networks are slower on several."""
+    import torch
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope='session')
 def small_artifact(tmp_path_factory) -> Path:
     """Return an artifact with a small grid, narrow layers and seeded weights."""

@@ -19,15 +19,8 @@ from tt_perception.bevfusion.rulebook import RulebookBuilder
 from tt_perception.bevfusion.seeded import grid_of, seeded_cloud, seeded_network, small_config
 from tt_perception.bevfusion.voxelize import Voxelizer
 
+pytestmark = pytest.mark.usefixtures('one_thread')
 PARAMETERS, SMALL = small_config()
-
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope='module')

@@ -32,6 +32,8 @@ from tt_perception.bevfusion.sparseconv import Pairs, SparseConvolution
 from tt_perception.runtime.errors import ArtifactError, ConfigError, InputError
 from tt_perception.runtime.pool import RowPool
 
+pytestmark = pytest.mark.usefixtures('one_thread')
+
 # kernel, stride, padding, submanifold: the different ones of the network
 GEOMETRIES = {
     'submanifold': ((3, 3, 3), (1, 1, 1), (1, 1, 1), True),
@@ -58,15 +60,6 @@ def frame(config, count=300, seed=0):
     features = torch.randn(len(sites), config.in_channels,
                            generator=torch.Generator().manual_seed(seed))
     return features, naive_rulebooks(sites, config.level_shapes_xyz), sites
-
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    """Small networks are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope='module')

@@ -34,17 +34,9 @@ from tt_perception.bevfusion.voxelize import Voxelizer
 from tt_perception.bevfusion.weights import check_against, read_onnx
 from tt_perception.runtime.errors import ArtifactError, ConfigError
 
+pytestmark = pytest.mark.usefixtures('one_thread')
 PARAMETERS, CONFIG = small_config()
 SEEDS = (0, 1, 2)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    """Small networks are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope='module')

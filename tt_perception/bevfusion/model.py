@@ -173,8 +173,7 @@ class BEVFusion(Model):
         """
         config = self.config.replace(**per_call) if per_call else self.config
         with self._in_use(), self._prepared(points, sweeps, stream, columns) as prepared:
-            raw = self.forward(prepared)
-            return self._finish(raw, prepared, config)
+            return finish(self.forward(prepared), config, prepared.meta, prepared.clock)
 
     @contextmanager
     def _prepared(self, points: Any, sweeps: Any, stream: Any, columns: Any) -> Iterator[Prepared]:
@@ -190,7 +189,7 @@ class BEVFusion(Model):
                                      reason='stream')
                 with self._stream(stream) as (cache, stamp_s, pose):
                     past = cache.past_sweeps(stamp_s, pose)
-                    is_reset = stream.get('reset', False) is True
+                    is_reset = stream.get('reset', False)
                     prepared = self._prepare(workspace, cloud, [] if is_reset else past, clock,
                                              pose)
                     if is_reset:
@@ -246,10 +245,6 @@ class BEVFusion(Model):
             raw = self._backend.forward(prepared.features, prepared.rulebooks)
         prepared.clock.lap('forward')
         return raw
-
-    def _finish(self, raw: RawDetections, prepared: Prepared,
-                config: BEVFusionConfig) -> Detections3D:
-        return finish(raw, config, prepared.meta, prepared.clock)
 
     @contextmanager
     def _workspace(self) -> Iterator[_Workspace]:
