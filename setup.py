@@ -54,7 +54,7 @@ setup(
             'ros-lifecycle-msgs==2.3.0',
             'ros-sensor-msgs==5.5.1',
         ],
-        'tt': ['ttnn==0.81.1'],  # backend `tt`; Python 3.10 and 3.12 only
+        'tt': ['ttnn==0.81.1'],  # for the backend to come; Python 3.10 and 3.12 only
         'test': ['hypothesis', 'pytest<9'],  # launch_testing's plugin stops pytest 9
     },
     entry_points={

@@ -21,6 +21,8 @@ SCORE = 'detection_score_thresholds.min_confidence_scores.'
 class FakeModel:
     """Finds nothing in any file."""
 
+    info = {'random_weights': True}
+
     def __enter__(self):
         return self
 
@@ -128,3 +130,15 @@ def test_a_reader_that_has_had_enough_is_no_error(unbuffered):
                               stdout=pipe, stderr=subprocess.PIPE, text=True)
     assert done.returncode == cli.EXIT_FAILED
     assert done.stderr == ''
+
+
+def test_a_picture_says_that_the_weights_are_random(given, monkeypatch, tmp_path):
+    pytest.importorskip('matplotlib', reason='matplotlib draws the picture')
+    np.save(tmp_path / 'cloud.npy', np.ones((5, 3), np.float32))
+    seen = []
+    monkeypatch.setattr('tt_perception.picture.birds_eye',
+                        lambda *_, warning, **__: seen.append(warning))
+    for is_random in (True, False):
+        monkeypatch.setitem(FakeModel.info, 'random_weights', is_random)
+        assert cli.main(['detect', str(tmp_path / 'cloud.npy'), '--plot', 'out.png']) == 0
+    assert seen == ['random weights: boxes mean nothing', None]

@@ -216,7 +216,7 @@ def find_uv(pip: Sequence[str | Path]) -> str | Path | None:
 
 
 def tt_refusal() -> str:
-    """Return why backend ``tt`` cannot be installed here, or nothing."""
+    """Return why ttnn cannot be installed here, or nothing."""
     glibc = platform.libc_ver()
     numbers = tuple(int(n) for n in glibc[1].split('.')[:2]) if glibc[0] == 'glibc' else ()
     if platform.machine() != 'x86_64':
@@ -240,8 +240,8 @@ def say_what_to_expect(release: str) -> None:
     refusal = tt_refusal()
     say('      ' + (ros_source(release) or 'without nodes and demo: no ROS 2 is sourced, and none '
                     f'comes as wheels for {platform.machine()}; the Python API works'))
-    say('      ' + (f'without backend tt: {refusal}; everything else works' if refusal else
-                    'backends cpu and tt'))
+    say('      backend cpu; ' + (f'without ttnn: {refusal}' if refusal else
+                                 'ttnn is there, for the backend of a later version'))
 
 
 def install_packages(installer: Installer, release: str, torch: str) -> None:

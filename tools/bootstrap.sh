@@ -74,7 +74,7 @@ elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v python3
   apt-get -qq install -y --no-install-recommends python3 python3-venv >/dev/null
   python=$(usable python3 "$all")
 else
-  echo 'No usable Python found. Needed is 3.12 or 3.10 (or 3.11 or 3.13, without backend tt):' \
+  echo 'No usable Python found. Needed is 3.12 or 3.10 (or 3.11 or 3.13, without ttnn):' \
     'for example, apt-get install python3 python3-venv python3-dev g++' >&2
   exit 1
 fi

@@ -209,8 +209,8 @@ def _detect(args: argparse.Namespace) -> int:
             else:
                 _print_detections(path, detections)
             if args.plot:
-                _plot(args.plot, number if len(args.files) > 1 else None, path, detections,
-                      args.columns)
+                _plot(args, number if len(args.files) > 1 else None, path, detections,
+                      model.info['random_weights'])
     return EXIT_FAILED if failed else 0
 
 
@@ -227,13 +227,15 @@ def _print_detections(path: Path, detections) -> None:
              f'{height:8.2f}{yaw:7.2f}')
 
 
-def _plot(png: Path, number: int | None, path: Path, detections, columns) -> None:
+def _plot(args: argparse.Namespace, number: int | None, path: Path, detections,
+          is_random: bool) -> None:
     from tt_perception.bevfusion.cloudfile import as_points
-    from tt_perception.picture import birds_eye
+    from tt_perception.picture import RANDOM_WEIGHTS, birds_eye
+    png = args.plot
     if number is not None:
         png = png.with_name(f'{png.stem}_{number}{png.suffix}')
-    birds_eye(as_points(path, use_intensity=False, columns=columns).points, detections, None, png,
-              title=path.name)
+    birds_eye(as_points(path, use_intensity=False, columns=args.columns).points, detections, None,
+              png, title=path.name, warning=RANDOM_WEIGHTS if is_random else None)
 
 
 def _run(args: argparse.Namespace, ros_args: Sequence[str]) -> int:

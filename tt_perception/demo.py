@@ -36,7 +36,6 @@ SEED = 18
 ROWS = (64,) * 6 + (32,) * 4  # rows of the simulated lidar, sweep by sweep
 OBJECTS_TOPIC = '/perception/object_recognition/detection/bevfusion/objects'
 NODE_MODULE, NODE_NAME = 'tt_perception.ros.bevfusion_node', 'bevfusion'
-RANDOM_WEIGHTS = 'random weights: boxes mean nothing'
 
 WEIGHTS_LIMIT_S = 900
 NODE_START_LIMIT_S = 300
@@ -358,7 +357,7 @@ class _Run:
     def _draw(self) -> Path | None:
         """Draw the answered cloud with the most points; return the file."""
         from tt_perception.bevfusion.cloud import decode_cloud
-        from tt_perception.picture import birds_eye
+        from tt_perception.picture import RANDOM_WEIGHTS, birds_eye
         from tt_perception.ros.bag import CLOUD_TYPE
         from tt_perception.ros.conversions import stamp_to_ns
         from tt_perception.sim.bag import read_truth, truth_path

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tt_perception.bevfusion.detections import Detections3D
     from tt_perception.sim.drive import TrueObjects
 
+RANDOM_WEIGHTS = 'random weights: boxes mean nothing'  # a warning for the picture
 MAX_DETECTIONS, MAX_MEANINGLESS = 150, 60
 MAX_LABELS = 12
 LABEL_SPACING_M = 5.0
