@@ -114,9 +114,9 @@ def _shown(value: Any) -> str:
 
 
 P = Parameter
-_IDENTITY_SIDE = 8
-_NO_REMAP = tuple([0] * _IDENTITY_SIDE ** 2)
-_NO_AREA = tuple([0.0] * _IDENTITY_SIDE ** 2)
+_REMAP_SIDE = 8
+_NO_REMAP = tuple([0] * _REMAP_SIDE ** 2)
+_NO_AREA = tuple([0.0] * _REMAP_SIDE ** 2)
 _SCORES = 'detection_score_thresholds.min_confidence_scores.'
 
 # Defaults are those of the released lidar-only profile.
