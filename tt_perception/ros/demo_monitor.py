@@ -85,9 +85,13 @@ class Monitor:
             from rclpy.qos import QoSProfile, ReliabilityPolicy
             from sensor_msgs.msg import PointCloud2
             self._hears_clouds = True
+            publishers = self._node.get_publishers_info_by_topic(self.cloud_topic)
+            is_reliable = bool(publishers) and all(
+                info.qos_profile.reliability == ReliabilityPolicy.RELIABLE for info in publishers)
             self._node.create_subscription(
-                PointCloud2, self.cloud_topic, self._on_cloud,
-                QoSProfile(depth=5, reliability=ReliabilityPolicy.BEST_EFFORT), raw=True)
+                PointCloud2, self.cloud_topic, self._on_cloud, QoSProfile(
+                    depth=5, reliability=ReliabilityPolicy.RELIABLE if is_reliable
+                    else ReliabilityPolicy.BEST_EFFORT), raw=True)
 
     def _on_cloud(self, raw: bytes) -> None:
         self._heard_s[header_stamp_ns(raw)] = time.monotonic()
