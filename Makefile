@@ -16,10 +16,10 @@ demo: setup
 	@$(RUN) tt_perception demo $(if $(BAG),--bag "$(BAG)") $(ARGS)
 
 test: setup
-	@$(RUN) python -m pytest -m 'not slow and not device' $(ARGS)
+	@$(RUN) python -m pytest -m 'not slow' $(ARGS)
 
 test-slow: setup
-	@$(RUN) python -m pytest -m 'slow and not device' $(ARGS)
+	@$(RUN) python -m pytest -m slow $(ARGS)
 
 bench: setup
 	@$(RUN) tt_perception bench host $(ARGS)

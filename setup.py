@@ -30,9 +30,10 @@ setup(
     description="Autoware's lidar detector BEVFusion-L for Tenstorrent cards, with a CPU backend",
     license='Apache-2.0',
     packages=find_packages(include=[NAME, f'{NAME}.*']),
+    package_data={f'{NAME}.runtime': ['mock_p150/*'], f'{NAME}.bevfusion.tt': ['kernels/*']},
     # In an editable installation these are read from the checkout: copies would go stale.
     data_files=[] if 'editable_wheel' in sys.argv else shared_files(),
-    zip_safe=True,
+    zip_safe=False,
     python_requires='>=3.10',
     # Exact versions, as tested, are in requirements/. Here is only what the package cannot do
     # without, and what PyPI has: ROS comes from a distribution, or from the extra `ros`.
@@ -54,7 +55,7 @@ setup(
             'ros-lifecycle-msgs==2.3.0',
             'ros-sensor-msgs==5.5.1',
         ],
-        'tt': ['ttnn==0.81.1'],  # for the backend to come; Python 3.10 and 3.12 only
+        'tt': ['ttnn==0.81.1'],  # backend `tt`; Python 3.10 and 3.12 only
         'test': ['hypothesis', 'pytest<9'],  # launch_testing's plugin stops pytest 9
     },
     entry_points={

@@ -28,7 +28,8 @@ ARGUMENTS = (  # name, default, description
      "folder of the artifact; '' for the pinned release from the cache or the Hub"),
     ('model_param_path', _config('bevfusion_lidar.param.yaml'), 'parameter file of the node'),
     ('common_param_path', _config('common_bevfusion.param.yaml'), 'parameter file, diagnostics'),
-    ('backend', 'auto', 'where the network runs: auto or cpu'),
+    ('backend', 'auto', 'where the network runs: auto, tt or cpu'),
+    ('device_id', '0', 'which card; backend tt'),
     ('autostart', 'true', 'configure and activate; false leaves that to a lifecycle manager'),
     ('build_only', 'false', 'prepare the model and end'),
     ('use_sim_time', 'false', 'take the time from /clock'),
@@ -45,8 +46,8 @@ def generate_launch_description():
             ParameterFile(LaunchConfiguration('model_param_path'), allow_substs=True),
             ParameterFile(LaunchConfiguration('common_param_path'), allow_substs=True),
             {name: ParameterValue(LaunchConfiguration(name), value_type=kind)
-             for name, kind in (('model_path', str), ('backend', str), ('build_only', bool),
-                                ('use_sim_time', bool))},
+             for name, kind in (('model_path', str), ('backend', str), ('device_id', int),
+                                ('build_only', bool), ('use_sim_time', bool))},
         ],
         remappings=[('~/' + name, LaunchConfiguration(name))
                     for name in ('input/pointcloud', 'output/objects')],

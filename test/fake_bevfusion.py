@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ class FakeModel:
 
     def warmup(self) -> None:
         """Do nothing."""
+
+    def submit(self, cloud: Cloud, *, stream: Any, **per_call: Any) -> Future[Detections3D]:
+        """Answer at once."""
+        result: Future[Detections3D] = Future()
+        result.set_result(self(cloud, stream=stream, **per_call))
+        return result
 
     def __call__(self, cloud: Cloud, *, stream: Any, **per_call: Any) -> Detections3D:
         assert not self.is_closed

@@ -437,7 +437,7 @@ def features_of(artifact, **parameters) -> np.ndarray:
         forward = model.forward
 
         def keep(prepared):
-            seen.append(prepared.features.copy())
+            seen.append(prepared.inputs.features.copy())
             return forward(prepared)
 
         model.forward = keep
@@ -511,7 +511,7 @@ def test_the_host_stages_allocate_no_large_array(artifact):
 
         def forward(prepared):
             peaks.append(tracemalloc.get_traced_memory()[1])
-            return model._backend.forward(prepared.features, prepared.rulebooks)
+            return model._backend.forward(prepared.inputs, prepared.clock)
 
         model.forward = forward
         def run(i: int) -> None:

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from recordings import kitti_points
 
 from tt_perception.bevfusion.config import CAPACITY_BUCKETS, BEVFusionConfig, NetworkConfig
-from tt_perception.bevfusion.rulebook import DOWN, OUT, SUBMANIFOLD, RulebookBuilder
+from tt_perception.bevfusion.rulebook import RulebookBuilder
+from tt_perception.bevfusion.sites import DOWN, OUT, SUBMANIFOLD
 from tt_perception.bevfusion.voxelize import Voxelizer
 from tt_perception.runtime import pool
 from tt_perception.runtime.errors import CapacityError, ConfigError, InputError

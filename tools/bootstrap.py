@@ -34,6 +34,7 @@ REQUIREMENTS = ROOT / 'requirements'
 TT_PYTHONS = ((3, 12), (3, 10))
 TT_GLIBC = (2, 34)
 SMALLEST_TORCH = (2, 9)  # of a torch that is here already; as in setup.py
+MOCK_PACKAGE = 'binutils-riscv64-unknown-elf'  # ttnn's mock device links kernels with it
 _HEARTBEAT_S = 15.0
 _STEPS = 4
 
@@ -108,6 +109,8 @@ def missing_system_packages(release: str) -> list[str]:
             missing.append('g++')
         if not Path(sysconfig.get_path('include'), 'Python.h').is_file():
             missing.append(f'{python}-dev')
+    if not tt_refusal() and shutil.which('riscv64-unknown-elf-as') is None:
+        missing.append(MOCK_PACKAGE)
     return missing
 
 
@@ -240,8 +243,8 @@ def say_what_to_expect(release: str) -> None:
     refusal = tt_refusal()
     say('      ' + (ros_source(release) or 'without nodes and demo: no ROS 2 is sourced, and none '
                     f'comes as wheels for {platform.machine()}; the Python API works'))
-    say('      backend cpu; ' + (f'without ttnn: {refusal}' if refusal else
-                                 'ttnn is there, for the backend of a later version'))
+    say('      backend cpu; ' + (f'without backend tt: {refusal}' if refusal else
+                                 'backend tt, for a Blackhole p150'))
 
 
 def install_packages(installer: Installer, release: str, torch: str) -> None:
@@ -312,6 +315,8 @@ def set_up() -> None:
     if missing and install_system_packages(missing):
         missing = []
     request = f'please run: apt-get install {" ".join(missing)}'
+    without_mock = MOCK_PACKAGE in missing
+    missing = [name for name in missing if name != MOCK_PACKAGE]
     if any(name.endswith('-venv') for name in missing):
         raise Failed(request)
     make_venv(shared=bool(release or torch))
@@ -333,6 +338,8 @@ def set_up() -> None:
     say_what_to_expect(release)
     if missing:
         say(f'      without nodes and demo, whose tests skip: {request}')
+    elif without_mock:
+        say(f'      without the mock device, whose tests skip: {request}')
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -147,6 +147,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument('--repeat', type=_whole(1, 10_000), default=20)
     bench.add_argument('--json', action='store_true')
 
+    check = add('check', _check, 'count what the network costs on a card: each operation, its '
+                'memory, and the time at the limits of the card')
+    check.add_argument('--device', default='mock',
+                       help='mock, which needs no card, or the id of a card')
+    check.add_argument('--cloud', nargs='+', type=Path, default=[], metavar='FILE',
+                       help='count these clouds too, beside a seeded one of 120,000 voxels')
+    check.add_argument('--columns', type=lambda s: tuple(s.split(',')),
+                       help='columns of the files, for example x,y,z,intensity,ring')
+    check.add_argument('--weights', help='artifact folder or .onnx file')
+    check.add_argument('--all', action='store_true', help='every operation, not the dearest only')
+    check.add_argument('--json', action='store_true')
+
     make = add('make-artifact', _make_artifact,
                'write a full-size artifact with seeded random weights; it detects nothing real')
     make.add_argument('--seed', type=_whole(0, 2 ** 63 - 1), default=0)
@@ -212,6 +224,15 @@ def _detect(args: argparse.Namespace) -> int:
                 _plot(args, number if len(args.files) > 1 else None, path, detections,
                       model.info['random_weights'])
     return EXIT_FAILED if failed else 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from tt_perception import check
+    result = check.check(args.device, clouds=args.cloud, weights=args.weights,
+                         columns=args.columns)
+    lines = None if args.all else check.SHORT_TABLE
+    _say(json.dumps(result) if args.json else check.table(result, lines))
+    return 0
 
 
 def _print_detections(path: Path, detections) -> None:

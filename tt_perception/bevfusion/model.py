@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,63 +24,65 @@ from tt_perception.bevfusion.config import (
     CAPACITY_BUCKETS,
     MAX_STREAMS,
     BEVFusionConfig,
-    NetworkConfig,
     known_parameters,
     read_parameter_file,
 )
+from tt_perception.bevfusion.cpu import CpuBackend
 from tt_perception.bevfusion.densify import Densifier, Sweep, SweepCache
 from tt_perception.bevfusion.detections import Detections3D, RawDetections
 from tt_perception.bevfusion.postprocess import finish
-from tt_perception.bevfusion.rulebook import RulebookBuilder, Rulebooks
-from tt_perception.bevfusion.voxelize import Voxelizer
+from tt_perception.bevfusion.tt.backend import DeviceOptions, TtBackend
+from tt_perception.bevfusion.voxelize import Voxelizer, Voxels
 from tt_perception.bevfusion.weights import NetworkWeights, check_against, read_onnx
+from tt_perception.runtime.device import device_nodes
 from tt_perception.runtime.errors import ConfigError, InputError
 from tt_perception.runtime.model import Model, StageClock
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = ('auto', 'cpu')
-_FRAMES_IN_FLIGHT = 2
+BACKENDS = ('auto', 'tt', 'cpu')
+PIPELINES = (0, 1, 2)
 
 
-class CpuBackend:
-    """The reference network on the CPU.
+class Inputs(Protocol):
+    """What a backend is given of one frame; it belongs to one frame in flight."""
 
-    :param weights: of a folded network.
-    """
+    def fill(self, voxels: Voxels, clock: StageClock) -> tuple[int, ...]:
+        """Take a frame; return the active rows of levels 1 to 4 and of the output."""
 
-    name = 'cpu'
+    def discard(self) -> None:
+        """Let go of a frame that will not run; may be repeated."""
 
-    def __init__(self, weights: NetworkWeights) -> None:
-        try:
-            import torch
-        except ImportError:
-            raise ConfigError("backend: 'cpu' needs torch, which is not installed") from None
-        from tt_perception.bevfusion.reference import BEVFusionNet
-        self._torch = torch
-        self._net = BEVFusionNet(weights.config, folded=True)
-        self._net.load_state_dict({k: torch.from_numpy(v) for k, v in weights.arrays.items()})
-        self._net.eval()
 
-    def forward(self, features: np.ndarray, rulebooks: Rulebooks) -> RawDetections:
-        """Run the network on float32 [n, features] rows in the order of the rulebooks."""
-        with self._torch.inference_mode():
-            outputs = self._net(self._torch.from_numpy(features), rulebooks)
-        return RawDetections(*(output.numpy() for output in outputs))
+class Backend(Protocol):
+    """Where the network runs. ``forward`` is called by one thread at a time."""
+
+    name: str
+
+    def new_inputs(self) -> Inputs:
+        """Return the host buffers of one more frame in flight."""
+
+    def forward(self, inputs: Any, clock: StageClock) -> RawDetections:
+        """Run the network on a frame; book the stages, the last one as ``forward``."""
+
+    def warmup(self) -> None:
+        """Prepare whatever the first frame would wait for."""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What runs, as plain values; ``backend`` is its name."""
 
     def close(self) -> None:
-        """Drop the network."""
-        self._net = None
+        """Free everything."""
 
 
 class _Workspace:
     """The host buffers of one frame in flight, allocated once."""
 
-    def __init__(self, config: BEVFusionConfig, network: NetworkConfig) -> None:
+    def __init__(self, config: BEVFusionConfig, inputs: Inputs) -> None:
         self.densifier = Densifier(config.densification, config.grid)
         self.voxelizer = Voxelizer(config.grid)
-        self.rulebook_builder = RulebookBuilder(network)
-        self.rows = np.empty((network.level_capacities[0], config.grid.num_features), np.float32)
+        self.inputs = inputs
 
 
 @dataclass
@@ -92,14 +97,12 @@ class _Stream:
 class Prepared:
     """One frame, ready for the network.
 
-    :ivar features: float32 [n, F], one row an active voxel, in the order of the rulebooks.
-    :ivar rulebooks: gather tables of all sparse convolutions.
+    :ivar inputs: the frame in the backend's form.
     :ivar meta: counts of the host stages.
     :ivar clock: has timed the host stages so far.
     """
 
-    features: np.ndarray
-    rulebooks: Rulebooks
+    inputs: Inputs
     meta: dict[str, Any]
     clock: StageClock
 
@@ -107,44 +110,65 @@ class Prepared:
 class BEVFusion(Model):
     """Autoware's lidar detector BEVFusion-L.
 
-    Calls from several threads are safe: host stages of two frames overlap, the network runs one
-    frame at a time. Use it as a context manager, or call :meth:`close`; Python's exit does too.
+    Calls from several threads are safe; the network runs one frame at a time, in the order in
+    which frames were prepared. Use it as a context manager, or call :meth:`close`; Python's exit
+    does too.
     """
 
     def __init__(self, weights: NetworkWeights, config: BEVFusionConfig, *,
-                 backend: str = 'auto', artifact: Artifact | None = None) -> None:
+                 backend: str = 'auto', pipeline: int = 0, artifact: Artifact | None = None,
+                 **device: Any) -> None:
         """Build a model from loaded weights; :meth:`from_pretrained` is the usual way.
 
-        :raises ConfigError: unknown backend.
+        :raises ConfigError: unknown backend or pipeline, or a wrong option of the device.
         :raises ArtifactError: the weights and the configuration are not of the same network.
+        :raises DeviceError: the device cannot be used.
         """
         if backend not in BACKENDS:
             raise ConfigError(f'backend: found {backend!r}, expected one of '
                               + ', '.join(map(repr, BACKENDS)))
+        if pipeline not in PIPELINES:
+            raise ConfigError(f'pipeline: found {pipeline!r}, expected 0, 1 or 2')
         check_against(weights.config, config)
         self.config = config
         self.network = weights.config
+        self.pipeline = pipeline
         self._artifact = artifact
-        self._backend = CpuBackend(weights)
-        self._forward_lock = threading.Lock()
+        self._backend = _backend(backend, weights, DeviceOptions(**device), pipeline)
         self._streams: dict[str, _Stream] = {}
         self._streams_lock = threading.Lock()
-        self._idle_workspaces: list[_Workspace] = []
-        self._workspace_slots = threading.BoundedSemaphore(_FRAMES_IN_FLIGHT)
+        # One frame in flight is prepared while the other one is in the network.
+        self._idle_workspaces: queue.LifoQueue[_Workspace] = queue.LifoQueue()
+        for _ in range(min(pipeline, 1) + 1):
+            self._idle_workspaces.put(_Workspace(config, self._backend.new_inputs()))
+        self._network_thread = ThreadPoolExecutor(1, 'bevfusion-network')
+        self._finish_thread = ThreadPoolExecutor(1, 'bevfusion-finish')
         super().__init__()
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None = None, *, backend: str = 'auto',
+                        pipeline: int = 0, device_id: int = 0, device: Any = None,
+                        dispatch: str = 'auto', timeout_s: float = 5.0,
                         **parameters: Any) -> BEVFusion:
         """Load an artifact: the released one by default, else a local folder or ``.onnx`` file.
 
         :param source: None for the pinned release (from the cache, else from the Hub), or a local
             path; a folder holds the three files of the release under their names.
-        :param backend: ``cpu``, or ``auto`` for the best one there is.
+        :param backend: ``tt`` for a card, ``cpu`` for PyTorch, or ``auto``: ``tt`` where a card
+            and ttnn are there.
+        :param pipeline: 0 works on one frame at a time, from its points to its objects; 1 prepares
+            a frame while the one before is in the network; 2 has two sets of upload buffers
+            besides. The results are the same.
+        :param device_id: which card, in the order of their PCI addresses.
+        :param device: an open ttnn device to use instead; it is not closed with the model.
+        :param dispatch: what hands out the work on the card: ``eth``, ``worker``, or ``auto``,
+            see :class:`tt_perception.runtime.device.Device`.
+        :param timeout_s: after this time without an answer the card is given up.
         :param parameters: values that win over the artifact's own, by the names of
             :data:`tt_perception.bevfusion.config.PARAMETERS`.
         :raises ArtifactError: a file is missing, damaged, or of another network.
         :raises ConfigError: a wrong parameter.
+        :raises DeviceError: the card cannot be used.
         """
         artifact = resolve(source)
         if artifact.has_random_weights:
@@ -152,7 +176,9 @@ class BEVFusion(Model):
         values = known_parameters({**read_parameter_file(artifact.ml_package),
                                    **read_parameter_file(artifact.class_remapper)})
         config = BEVFusionConfig.from_parameters({**values, **parameters})
-        return cls(read_onnx(artifact.onnx), config, backend=backend, artifact=artifact)
+        return cls(read_onnx(artifact.onnx), config, backend=backend, pipeline=pipeline,
+                   artifact=artifact, device_id=device_id, device=device, dispatch=dispatch,
+                   timeout_s=timeout_s)
 
     def __call__(self, points: Any, *, sweeps: Sequence[Mapping[str, Any]] | None = None,
                  stream: Mapping[str, Any] | None = None, columns: Sequence[str] | None = None,
@@ -171,47 +197,104 @@ class BEVFusion(Model):
         :raises InputError: the frame is refused; the stream is as it was before.
         :raises ConfigError: a parameter is wrong.
         """
-        config = self.config.replace(**per_call) if per_call else self.config
-        with self._in_use(), self._prepared(points, sweeps, stream, columns) as prepared:
-            return finish(self.forward(prepared), config, prepared.meta, prepared.clock)
+        return self.submit(points, sweeps=sweeps, stream=stream, columns=columns,
+                           **per_call).result()
 
-    @contextmanager
-    def _prepared(self, points: Any, sweeps: Any, stream: Any, columns: Any) -> Iterator[Prepared]:
-        """Run the host stages before the network; their buffers are free again afterwards."""
-        clock = StageClock()
-        cloud = self._read(points, columns)
-        clock.lap('read')
-        with self._workspace() as workspace:
-            if stream is not None:
-                if sweeps is not None or cloud.time_lag is not None:
-                    other = 'sweeps' if sweeps is not None else 'a time_lag column'
-                    raise InputError(f'stream: found {other} too, expected one of them',
-                                     reason='stream')
-                with self._stream(stream) as (cache, stamp_s, pose):
-                    past = cache.past_sweeps(stamp_s, pose)
-                    is_reset = stream.get('reset', False)
-                    prepared = self._prepare(workspace, cloud, [] if is_reset else past, clock,
-                                             pose)
-                    if is_reset:
-                        cache.clear()
-                    cache.push(cloud.points, stamp_s, pose)
-            else:
-                if sweeps is not None and (isinstance(sweeps, (str, bytes, Mapping))
-                                           or not isinstance(sweeps, Sequence)):
-                    raise InputError(f'sweeps: found {type(sweeps).__name__}, expected a list',
-                                     reason='sweeps')
-                past, num_dropped = self._sweeps(sweeps or (), columns)
-                prepared = self._prepare(workspace, cloud, past, clock)
-                prepared.meta['num_points_dropped'] += num_dropped
-            yield prepared
+    def submit(self, points: Any, *, sweeps: Sequence[Mapping[str, Any]] | None = None,
+               stream: Mapping[str, Any] | None = None, columns: Sequence[str] | None = None,
+               **per_call: Any) -> Future[Detections3D]:
+        """Prepare a frame, and return while the network runs; arguments as in a call.
+
+        Results come in the order of the calls of one thread. With ``pipeline`` 0 a second frame
+        waits until the first one is finished, otherwise it is prepared meanwhile.
+
+        :raises InputError: the frame is refused; the stream is as it was before.
+        :raises ConfigError: a parameter is wrong.
+        """
+        config = self.config.replace(**per_call) if per_call else self.config
+        with self._in_use():
+            clock = StageClock()
+            cloud = self._read(points, columns)
+            clock.lap('read')
+            workspace = self._idle_workspaces.get()
+            clock.lap('wait')
+            try:
+                prepared = self._prepare(workspace, cloud, sweeps, stream, columns, clock)
+                self._enter(workspace)
+                try:
+                    raw = self._network_thread.submit(self._run_network, prepared)
+                    return self._finish_thread.submit(self._finish, raw, prepared, config,
+                                                      workspace)
+                except BaseException:
+                    self._leave(workspace)
+                    raise
+            except BaseException:
+                self._give_back(workspace)
+                raise
+
+    def _run_network(self, prepared: Prepared) -> RawDetections:
+        me = threading.get_ident()
+        self._enter(me)
+        try:
+            prepared.clock.lap('wait_network')
+            return self.forward(prepared)
+        finally:
+            self._leave(me)
+
+    def _finish(self, raw: Future[RawDetections], prepared: Prepared, config: BEVFusionConfig,
+                workspace: _Workspace) -> Detections3D:
+        me = threading.get_ident()
+        self._enter(me)
+        try:
+            try:
+                outputs = raw.result()
+            finally:
+                self._give_back(workspace)
+            return finish(outputs, config, prepared.meta, prepared.clock)
+        finally:
+            self._leave(workspace)
+            self._leave(me)
+
+    def forward(self, prepared: Prepared) -> RawDetections:
+        """Run the network on a prepared frame."""
+        return self._backend.forward(prepared.inputs, prepared.clock)
+
+    def _give_back(self, workspace: _Workspace) -> None:
+        workspace.inputs.discard()
+        self._idle_workspaces.put(workspace)
+
+    def _prepare(self, workspace: _Workspace, cloud: PointArray, sweeps: Any, stream: Any,
+                 columns: Any, clock: StageClock) -> Prepared:
+        """Run the host stages before the network."""
+        if stream is not None:
+            if sweeps is not None or cloud.time_lag is not None:
+                other = 'sweeps' if sweeps is not None else 'a time_lag column'
+                raise InputError(f'stream: found {other} too, expected one of them',
+                                 reason='stream')
+            with self._stream(stream) as (cache, stamp_s, pose):
+                past = cache.past_sweeps(stamp_s, pose)
+                is_reset = stream.get('reset', False)
+                prepared = self._fill(workspace, cloud, [] if is_reset else past, clock, pose)
+                if is_reset:
+                    cache.clear()
+                cache.push(cloud.points, stamp_s, pose)
+            return prepared
+        if sweeps is not None and (isinstance(sweeps, (str, bytes, Mapping))
+                                   or not isinstance(sweeps, Sequence)):
+            raise InputError(f'sweeps: found {type(sweeps).__name__}, expected a list',
+                             reason='sweeps')
+        past, num_dropped = self._sweeps(sweeps or (), columns)
+        prepared = self._fill(workspace, cloud, past, clock)
+        prepared.meta['num_points_dropped'] += num_dropped
+        return prepared
 
     def _read(self, points: Any, columns: Sequence[str] | None = None) -> PointArray:
         if isinstance(points, Cloud):
             return PointArray(points.points, None, points.num_dropped, points.num_received)
         return as_points(points, use_intensity=self.config.grid.use_intensity, columns=columns)
 
-    def _prepare(self, workspace: _Workspace, cloud: PointArray, past: Sequence[Sweep],
-                 clock: StageClock, pose: Any = None) -> Prepared:
+    def _fill(self, workspace: _Workspace, cloud: PointArray, past: Sequence[Sweep],
+              clock: StageClock, pose: Any = None) -> Prepared:
         past_is_used = self.config.densification.num_past_frames > 0
         dense = workspace.densifier(cloud.points, past, time_lag=cloud.time_lag,
                                     T_world_from_current=pose if past_is_used else None)
@@ -222,9 +305,7 @@ class BEVFusion(Model):
             raise InputError(f'cloud: found {num_voxels} voxels inside point_cloud_range, '
                              f'expected at least {self.config.grid.min_voxels}', reason='empty')
         clock.lap('voxelize')
-        rulebooks = workspace.rulebook_builder(voxels.coords_zyx)
-        features = rulebooks.features_by_row(voxels.features, workspace.rows)
-        clock.lap('rulebook')
+        num_rows = workspace.inputs.fill(voxels, clock)
         meta = {
             'num_points': len(dense.points),
             'num_points_per_sweep': list(dense.num_points_per_sweep),
@@ -234,29 +315,10 @@ class BEVFusion(Model):
             'num_voxels': num_voxels,
             'num_voxels_clipped': voxels.num_cells_clipped,
             'is_num_voxels_within_range': not voxels.clipped,
-            'active_rows': list(rulebooks.num_rows),
-            'capacity_bucket': capacity_bucket(rulebooks.num_rows),
+            'active_rows': list(num_rows),
+            'capacity_bucket': capacity_bucket(num_rows),
         }
-        return Prepared(features, rulebooks, meta, clock)
-
-    def forward(self, prepared: Prepared) -> RawDetections:
-        """Run the network on a prepared frame."""
-        with self._forward_lock:
-            raw = self._backend.forward(prepared.features, prepared.rulebooks)
-        prepared.clock.lap('forward')
-        return raw
-
-    @contextmanager
-    def _workspace(self) -> Iterator[_Workspace]:
-        with self._workspace_slots:
-            try:
-                workspace = self._idle_workspaces.pop()
-            except IndexError:
-                workspace = _Workspace(self.config, self.network)
-            try:
-                yield workspace
-            finally:
-                self._idle_workspaces.append(workspace)
+        return Prepared(workspace.inputs, meta, clock)
 
     @contextmanager
     def _stream(self, stream: Mapping[str, Any]) -> Iterator[tuple[SweepCache, Any, Any]]:
@@ -323,6 +385,7 @@ class BEVFusion(Model):
 
     def warmup(self) -> None:
         """Compile the host kernels and run the network once, so that the first frame is fast."""
+        self._backend.warmup()
         warm_up_decoding()
         low, high = np.reshape(self.config.grid.point_cloud_range, (2, 3))
         columns = ('x', 'y', 'z', 'intensity')[:self.config.grid.num_features - 1]
@@ -343,7 +406,8 @@ class BEVFusion(Model):
             'source': str(self._artifact.onnx) if self._artifact else None,
             'revision': self._artifact.revision if self._artifact else None,
             'random_weights': bool(self._artifact and self._artifact.has_random_weights),
-            'backend': self._backend.name,
+            **self._backend.info,
+            'pipeline': self.pipeline,
             'class_names': list(self.config.class_names),
             'grid_size_xyz': list(self.config.grid.size_xyz),
             'num_proposals': self.network.num_proposals,
@@ -352,9 +416,17 @@ class BEVFusion(Model):
         }
 
     def _release(self) -> None:
+        self._network_thread.shutdown(wait=False)
+        self._finish_thread.shutdown(wait=False)
         self._backend.close()
         self._streams.clear()
-        self._idle_workspaces.clear()
+
+
+def _backend(name: str, weights: NetworkWeights, options: DeviceOptions,
+             pipeline: int) -> Backend:
+    if name == 'tt' or (name == 'auto' and device_nodes() and find_spec('ttnn')):
+        return TtBackend(weights, options, num_stagings=max(pipeline, 1))
+    return CpuBackend(weights)
 
 
 def capacity_bucket(num_rows: Sequence[int]) -> int:

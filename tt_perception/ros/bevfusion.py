@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,9 @@ class BEVFusionNode(FrameNode):
         source = source_of(*(self._settings.value(n) for n in ('model_path', 'onnx_path')))
         given = {name: value for name, value in self._settings.given().items()
                  if name in PARAMETERS}
-        return BEVFusion.from_pretrained(source, backend=self._settings.value('backend'),
-                                         **given)
+        return BEVFusion.from_pretrained(
+            source, **given, **{name: self._settings.value(name) for name in (
+                'backend', 'device_id', 'dispatch', 'timeout_s', 'pipeline')})
 
     def configure(self) -> None:
         """Check the parameters, load and warm up the model, listen to TF, create the publisher.
@@ -108,7 +110,7 @@ class BEVFusionNode(FrameNode):
     def activate(self) -> None:
         """Subscribe, and start the worker."""
         from sensor_msgs.msg import PointCloud2
-        self.start_frames()
+        self.start_frames(most_in_flight=2 if self._settings.value('pipeline') else 1)
         qos = QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT)
         try:
             self._subscription = self.create_subscription(
@@ -143,7 +145,7 @@ class BEVFusionNode(FrameNode):
             model, self._model = self._model, None
             model.close()
 
-    def process(self, message: Any) -> None:
+    def process(self, message: Any) -> Future[Detections3D]:
         """See :meth:`FrameNode.process`."""
         config = self._model.config
         cloud = decode_cloud(message, use_intensity=config.grid.use_intensity, out=self._points)
@@ -153,10 +155,14 @@ class BEVFusionNode(FrameNode):
         num_jumps = self._num_jumps
         stream = {'id': INPUT, 'timestamp_s': stamp_ns * 1e-9, 'T_world_from_ego': pose,
                   'reset': num_jumps != self._num_jumps_seen}
-        detections = self._model(cloud, stream=stream, **self._per_call)
+        result = self._model.submit(cloud, stream=stream, **self._per_call)
         self._num_jumps_seen = num_jumps
-        self._publisher.publish(self._writer.write(message.header, detections))
-        self._diagnose(message.header.stamp, detections)
+        return result
+
+    def answer(self, message: Any, result: Detections3D) -> None:
+        """See :meth:`FrameNode.answer`."""
+        self._publisher.publish(self._writer.write(message.header, result))
+        self._diagnose(message.header.stamp, result)
 
     def _load(self) -> Any:
         model = self.create_model()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from typing import Any
 
 from rclpy.clock import Clock, ClockType
@@ -28,9 +29,9 @@ _FIRST_PERIOD_S, _MIN_PERIOD_S, _MAX_PERIOD_S = 0.1, 0.05, 1.0
 class FrameNode(ManagedNode):
     """A node that works on the newest frame of one input.
 
-    A subclass subscribes with :meth:`receive` as the callback after :meth:`start_frames`, and
-    answers a frame in :meth:`process`. Everything that is timed here uses the steady clock, so it
-    also works under ``use_sim_time`` without a clock.
+    A subclass subscribes with :meth:`receive` as the callback after :meth:`start_frames`, begins
+    to answer a frame in :meth:`process` and ends it in :meth:`answer`. Everything that is timed
+    here uses the steady clock, so it also works under ``use_sim_time`` without a clock.
 
     :ivar counter: what became of the frames since the node was created.
     :ivar period_s: time between the last two frames, within reasonable limits.
@@ -52,11 +53,15 @@ class FrameNode(ManagedNode):
         self.create_timer(_DIAGNOSTICS_PERIOD_S, self._on_timer,
                           clock=Clock(clock_type=ClockType.STEADY_TIME))
 
-    def process(self, message: Any) -> None:
-        """Answer one frame, on the worker's thread.
+    def process(self, message: Any) -> Future:
+        """Begin to answer one frame, on the worker's thread; return the result to come.
 
         :raises InputError: the frame is refused. Any other exception is a fault of the node.
         """
+        raise NotImplementedError
+
+    def answer(self, message: Any, result: Any) -> None:
+        """Publish what became of one frame, on the thread that has the result."""
         raise NotImplementedError
 
     def receive(self, message: Any) -> None:
@@ -67,13 +72,16 @@ class FrameNode(ManagedNode):
         self._received_s = now_s
         self._mailbox.put(message)
 
-    def start_frames(self) -> None:
-        """Start the worker."""
+    def start_frames(self, most_in_flight: int = 1) -> None:
+        """Start the worker.
+
+        :param most_in_flight: frames that are being answered at a time.
+        """
         self._received_s = None
         self._reported_s = time.monotonic()
         self._last_refusal = None
         self._mailbox = Mailbox(self.counter)
-        self._worker = Worker(self._mailbox, self._work, self.report_fault)
+        self._worker = Worker(self._mailbox, self._work, self.report_fault, most_in_flight)
 
     def stop_frames(self) -> None:
         """Let the worker finish the frame in progress, and end it; may be repeated."""
@@ -95,20 +103,38 @@ class FrameNode(ManagedNode):
         if self._throttle.ready(kind):
             self.get_logger().warning(text)
 
-    def _work(self, message: Any) -> None:
+    def _work(self, message: Any) -> Future | None:
         start_s = time.perf_counter()
         try:
-            self.process(message)
+            result = self.process(message)
         except InputError as error:
-            self.counter.add_refused(error.reason)
-            self._last_refusal = f'frame refused ({error.reason}): {error}'
-            self.warn_throttled(f'refused.{error.reason}', self._last_refusal)
+            self._refuse(error)
+            return None
         except Exception:
             self.counter.add('failed')
             raise
+        answered: Future = Future()
+        result.add_done_callback(lambda done: self._complete(message, start_s, done, answered))
+        return answered
+
+    def _complete(self, message: Any, start_s: float, result: Future, answered: Future) -> None:
+        try:
+            self.answer(message, result.result())
+        except InputError as error:
+            self._refuse(error)
+        except Exception as error:  # for the worker, which lets the node know
+            self.counter.add('failed')
+            answered.set_exception(error)
+            return
         else:
             self.counter.add_answered((time.perf_counter() - start_s) * 1e3)
             self._last_refusal = None
+        answered.set_result(None)
+
+    def _refuse(self, error: InputError) -> None:
+        self.counter.add_refused(error.reason)
+        self._last_refusal = f'frame refused ({error.reason}): {error}'
+        self.warn_throttled(f'refused.{error.reason}', self._last_refusal)
 
     def _on_timer(self) -> None:
         counts = self.counter.counts()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,24 +125,35 @@ class Worker:
     :ivar finished: set when the thread has nothing more to do.
     """
 
-    def __init__(self, mailbox: Mailbox, work: Callable[[Any], None],
-                 on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, mailbox: Mailbox, work: Callable[[Any], Future | None],
+                 on_failure: Callable[[Exception], None], most_in_flight: int = 1) -> None:
         """Start the thread.
 
+        :param work: begins to answer a message; a future that it returns is done when the answer
+            is out.
         :param on_failure: takes the exception that ended the thread, on that thread.
+        :param most_in_flight: a message is taken when fewer than these are being answered.
         """
         self._mailbox = mailbox
         self._work = work
         self._on_failure = on_failure
+        self._most_in_flight = most_in_flight
         self.finished = threading.Event()
         # A daemon, so that a call that never returns cannot keep the process alive.
         threading.Thread(target=self._run, name='frames', daemon=True).start()
 
     def _run(self) -> None:
+        in_flight: deque[Future] = deque()
         try:
             while (message := self._mailbox.take()) is not None:
-                self._work(message)
+                if (answer := self._work(message)) is not None:
+                    in_flight.append(answer)
+                if len(in_flight) == self._most_in_flight:
+                    in_flight.popleft().result()
+            while in_flight:
+                in_flight.popleft().result()
         except Exception as error:  # whatever it is: the node must learn of it
+            wait(in_flight)
             self._on_failure(error)
         finally:
             self.finished.set()

@@ -22,7 +22,13 @@ BEVFUSION_NODE_PARAMETERS = (
               'folder of the artifact, or its .onnx file; empty for the pinned release'),
     Parameter('onnx_path', 'str', '',
               'the .onnx file, wins over model_path; the other two files lie beside it'),
-    Parameter('backend', 'str', 'auto', 'where the network runs: auto or cpu'),
+    Parameter('backend', 'str', 'auto', 'where the network runs: auto, tt or cpu'),
+    Parameter('device_id', 'int', 0, 'which card; backend tt'),
+    Parameter('dispatch', 'str', 'auto', 'cores that hand out work: auto, eth or worker; '
+              'backend tt'),
+    Parameter('timeout_s', 'float', 5.0, 'when the card is given up; backend tt'),
+    Parameter('pipeline', 'int', 0, '0: one cloud at a time; 1: the next one is prepared while '
+              'the network runs; 2: with two sets of upload buffers'),
     Parameter('image_backbone_onnx_path', 'str', '', 'camera fusion; must be empty'),
     Parameter('image_backbone_engine_path', 'str', '', 'camera fusion; must be empty'),
     Parameter('image_backbone_trt_precision', 'str', '', 'camera fusion; must be empty'),

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from tt_perception.runtime.errors import PerceptionError
@@ -38,7 +38,7 @@ class Model:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._users: list[int] = []  # threads inside a call
+        self._users: list[Hashable] = []  # threads inside a call, and work they have left behind
         self._closed = False
         self._released = False
         self._state = threading.Condition()
@@ -62,11 +62,20 @@ class Model:
         try:
             yield
         finally:
-            with self._state:
-                self._users.remove(me)
-                is_last = self._closed and not self._users
-            if is_last:
-                self._release_now()
+            self._leave(me)
+
+    def _enter(self, user: Hashable) -> None:
+        """Keep the model open for one more user, inside a call or for work left behind."""
+        with self._state:
+            self._users.append(user)
+
+    def _leave(self, user: Hashable) -> None:
+        """End what :meth:`_enter` began; the last user of a closed model frees it."""
+        with self._state:
+            self._users.remove(user)
+            is_last = self._closed and not self._users
+        if is_last:
+            self._release_now()
 
     def close(self) -> None:
         """Free everything after the calls in flight; may be repeated.
