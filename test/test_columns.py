@@ -96,9 +96,18 @@ def test_pairs_keep_16_bits_in_the_order_of_the_rows(num_features):
               for half in np.hsplit(found.features[:500], 2))
     assert not hi[:, num_features:].any() and not lo[:, num_features:].any()
     value = features[order]
-    np.testing.assert_allclose(hi[:, :num_features] + lo[:, :num_features], value,
-                               rtol=2**-16, atol=0)
-    assert (abs(hi[:, :num_features] - value) <= abs(value) * 2**-8).all()
+    greatest = abs(value).max(axis=1, keepdims=True)
+    assert (abs(hi[:, :num_features] + lo[:, :num_features] - value) <= 2**-16 * greatest).all()
+    assert (abs(hi[:, :num_features] - value) <= 2**-7 * greatest).all()
+    steps = hi[:, :num_features] / 2.0 ** (np.frexp(greatest * (1 + 2**-7))[1] - 7)
+    np.testing.assert_array_equal(steps, np.rint(steps))
+    assert (abs(steps) < 128).all()
+
+
+def test_pairs_of_nothing_are_nothing():
+    found = buffers(SMALL)
+    fill(found, SMALL, random_cells(SMALL, 5), np.zeros((5, 4), np.float32))
+    assert not found.features[:5].any()
 
 
 def test_a_bucket_never_exceeds_the_network():

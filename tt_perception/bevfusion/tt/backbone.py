@@ -26,8 +26,8 @@ class Backbone:
                 weight = torch.from_numpy(arrays[f'{name}.weight'])
                 if stage == 0 and i == 0:
                     weight = _z_outside(weight, size_z)
-                convs.append(map_conv(device, weight, torch.from_numpy(arrays[f'{name}.bias']),
-                                      relu=True))
+                bias = torch.from_numpy(arrays[f'{name}.bias'])
+                convs.append(map_conv(device, name, weight, bias, relu=True))
             self._stages.append(convs)
             rows = x * y >> 2 * stage
             self._rooms.append([empty_pairs(device, rows, channels) for _ in range(2)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tt_perception.bevfusion.columns import FrameBuffers, TableLayout
 from tt_perception.bevfusion.config import CAPACITY_BUCKETS, NetworkConfig
 from tt_perception.bevfusion.detections import RawDetections
 from tt_perception.bevfusion.sites import SiteLevels
+from tt_perception.bevfusion.tt.precision import POLICY
 from tt_perception.bevfusion.voxelize import Voxels
 from tt_perception.bevfusion.weights import NetworkWeights
 from tt_perception.runtime.device import Device
@@ -177,6 +178,7 @@ class TtBackend:
         return {'backend': self.name,
                 'device': self._device.info,
                 'capacity_buckets': [list(layout.capacities) for layout in self._layouts],
+                'precision': {block: asdict(p) for block, p in POLICY.items()},
                 'traced': runner['traced'],
                 'trace_bytes': runner['trace_bytes']}
 

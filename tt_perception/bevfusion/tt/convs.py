@@ -15,6 +15,7 @@ import ttnn
 
 from tt_perception.bevfusion.columns import padded_channels
 from tt_perception.bevfusion.tt.gatherconv import GatherConv
+from tt_perception.bevfusion.tt.precision import precision_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -39,14 +40,19 @@ def sparse_conv(device, arrays: Arrays, name: str, **kwargs) -> GatherConv:
     weight = torch.from_numpy(arrays[f'{name}.weight'])
     c_out, kx, ky, kz, c_in = weight.shape
     return _Conv(device, weight.permute(1, 2, 3, 4, 0).reshape(-1, c_in, c_out),
-                 torch.from_numpy(arrays[f'{name}.bias']), columns=kx * ky, taps=kz, **kwargs)
+                 torch.from_numpy(arrays[f'{name}.bias']), columns=kx * ky, taps=kz,
+                 fidelity=precision_of(name).fidelity, **kwargs)
 
 
-def map_conv(device, weight: torch.Tensor, bias: torch.Tensor, **kwargs) -> GatherConv:
-    """Return a convolution over a map, from weights [C_out, C_in, kx, ky]."""
+def map_conv(device, name: str, weight: torch.Tensor, bias: torch.Tensor,
+             **kwargs) -> GatherConv:
+    """Return a convolution over a map, from weights [C_out, C_in, kx, ky].
+
+    :param name: of the block, which decides the precision.
+    """
     c_out, c_in, kx, ky = weight.shape
     return _Conv(device, weight.permute(2, 3, 1, 0).reshape(-1, c_in, c_out), bias,
-                 columns=kx, taps=ky, **kwargs)
+                 columns=kx, taps=ky, fidelity=precision_of(name).fidelity, **kwargs)
 
 
 class _Conv(GatherConv):

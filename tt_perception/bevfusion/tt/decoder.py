@@ -16,6 +16,7 @@ import ttnn
 from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.fold import HEAD_EPSILON
 from tt_perception.bevfusion.tt import layout
+from tt_perception.bevfusion.tt.precision import POLICY, Precision
 
 Keep = Callable[[str, ttnn.Tensor], None]
 
@@ -25,11 +26,16 @@ _QUERY_CHUNK = 64
 _KEY_CHUNK = 512
 
 
-def compute_config() -> ttnn.WormholeComputeKernelConfig:
-    """Return the settings of all operations on the matrix unit: all bits, sums in float32."""
+_ROWS = POLICY['bbox_head.decoder']
+_ATTENTION = POLICY['bbox_head.decoder.attention']
+_ATTENTION_TYPE = getattr(ttnn, _ATTENTION.activations)
+
+
+def compute_config(precision: Precision) -> ttnn.WormholeComputeKernelConfig:
+    """Return the settings of operations on the matrix unit; sums are float32."""
     return ttnn.WormholeComputeKernelConfig(
-        math_fidelity=ttnn.MathFidelity.HiFi4, math_approx_mode=False, fp32_dest_acc_en=True,
-        packer_l1_acc=True)
+        math_fidelity=getattr(ttnn.MathFidelity, precision.fidelity), math_approx_mode=False,
+        fp32_dest_acc_en=True, packer_l1_acc=True)
 
 
 class Linear:
@@ -39,15 +45,16 @@ class Linear:
     """
 
     def __init__(self, device: ttnn.Device, weight: torch.Tensor,
-                 bias: torch.Tensor | None = None) -> None:
-        self._weight = to_device(device, weight)
+                 bias: torch.Tensor | None = None, precision: Precision = _ROWS) -> None:
+        self._weight = to_device(device, weight, getattr(ttnn, precision.weights))
         self._bias = None if bias is None else to_device(device, bias[None])
-        self._compute = compute_config()
+        self._compute = compute_config(precision)
 
     @classmethod
-    def of(cls, device: ttnn.Device, layer: layout.Linear) -> Linear:
+    def of(cls, device: ttnn.Device, layer: layout.Linear,
+           precision: Precision = _ROWS) -> Linear:
         """Return the device's copy of a layer."""
-        return cls(device, layer.weight, layer.bias)
+        return cls(device, layer.weight, layer.bias, precision)
 
     def __call__(self, x: ttnn.Tensor, dtype: ttnn.DataType = ttnn.float32,
                  activation: str | None = None) -> ttnn.Tensor:
@@ -72,7 +79,7 @@ class _Attention:
         self._query = Linear.of(device, weights.query)
         self._out = Linear.of(device, weights.out)
         self._scale = (config.hidden_channels // config.num_heads) ** -0.5
-        self._compute = compute_config()
+        self._compute = compute_config(_ATTENTION)
         self._program = ttnn.SDPAProgramConfig(
             compute_with_storage_grid_size=device.compute_with_storage_grid_size(),
             q_chunk_size=_QUERY_CHUNK, k_chunk_size=_KEY_CHUNK, exp_approx_mode=False)
@@ -90,7 +97,7 @@ class _Attention:
             not count.
         """
         mixed = ttnn.transformer.scaled_dot_product_attention(
-            self.split(self._query(placed, ttnn.bfloat16)), key_value, key_value,
+            self.split(self._query(placed, _ATTENTION_TYPE)), key_value, key_value,
             is_causal=False, scale=self._scale, program_config=self._program,
             compute_kernel_config=self._compute, output_concat_heads=True)
         return self._out(mixed)
@@ -117,7 +124,7 @@ class Decoder:
         self._norms = [tuple(to_device(device, torch.tensor(arrays[name])[None])
                              for name in (f'{layout.DECODER}.norms.{i}.weight',
                                           f'{layout.DECODER}.norms.{i}.bias')) for i in range(3)]
-        self._compute = compute_config()
+        self._compute = compute_config(_ROWS)
 
     def _lay_map_projection(self, device: ttnn.Device, config: NetworkConfig,
                             arrays: Mapping[str, np.ndarray], layer: layout.Linear) -> None:
@@ -126,7 +133,7 @@ class Decoder:
         # The positions' part of keys and values is the same in every frame.
         position = layout.position_encoding(arrays, 'cross_posembed', config)
         self._map_position = to_device(device, (position @ layer.weight + layer.bias)[None, None],
-                                       ttnn.bfloat16)
+                                       _ATTENTION_TYPE)
 
     def __call__(self, query: ttnn.Tensor, position: ttnn.Tensor, memory: ttnn.Tensor,
                  keep: Keep) -> ttnn.Tensor:
@@ -148,7 +155,7 @@ class Decoder:
 
     def _proposal_keys_values(self, placed: ttnn.Tensor) -> ttnn.Tensor:
         """Return keys and values of the proposals, without padding, [1, heads, proposals, 32]."""
-        whole = self._self_attn.split(self._key_value(placed, ttnn.bfloat16))
+        whole = self._self_attn.split(self._key_value(placed, _ATTENTION_TYPE))
         _, heads, _, width = whole.shape
         return ttnn.slice(whole, [0, 0, 0, 0], [1, heads, self._num_proposals, width])
 
@@ -161,7 +168,7 @@ class Decoder:
         """
         cells, width = memory.shape
         tiles = ttnn.to_layout(ttnn.reshape(memory, [1, 1, cells, width]), ttnn.TILE_LAYOUT)
-        rows = ttnn.add(self._map_key_value(tiles, ttnn.bfloat16), self._map_position)
+        rows = ttnn.add(self._map_key_value(tiles, _ATTENTION_TYPE), self._map_position)
         return self._cross_attn.split(rows)
 
     def _norm(self, i: int, query: ttnn.Tensor, change: ttnn.Tensor, keep: Keep) -> ttnn.Tensor:

@@ -12,8 +12,8 @@ greatest one and rounds them there to 12 bits, an error of 2.5e-4 when hi is sim
 rounded. So hi is a multiple of a step common to the row, less than 128 steps in size, and the
 first term of the weights a multiple of a step common to eight channels, less than 32 steps: their
 products are exact, and what is rounded is small (:func:`split_rows`, :func:`split_weight`). Two
-phases of the matrix unit (HiFi2) take in all bits of such numbers. Rows of 16 channels may come
-from elsewhere, with 8 bits in hi, and get all four phases.
+phases of the matrix unit (HiFi2) take in all bits of such numbers. Rows made elsewhere, with 8
+bits in hi, need all four phases (HiFi4).
 """
 
 from __future__ import annotations
@@ -302,14 +302,14 @@ class GatherConv:
     :param residual: pair rows are added before the ReLU.
     :param out_form: 'pairs', 'fp32' or 'bf16' rows.
     :param bias_where_present: rows without any tap give 0 instead of the bias alone.
-    :param fidelity: 'HiFi2' to 'HiFi4', by default what the module says.
+    :param fidelity: 'HiFi2' to 'HiFi4'; 'HiFi4' for rows that this kernel has not made.
     :param max_cores: use fewer cores than there are.
     :raises ConfigError: a shape or option that the kernels do not have, or too little L1.
     """
 
     def __init__(self, device, weight: Tensor, bias: Tensor, *, columns: int, taps: int,
                  relu: bool, residual: bool = False, out_form: str = 'pairs',
-                 bias_where_present: bool = False, fidelity: str | None = None,
+                 bias_where_present: bool = False, fidelity: str = 'HiFi2',
                  max_cores: int | None = None):
         if weight.ndim != 3 or bias.shape != weight.shape[2:]:
             raise ConfigError(f'weight: found {list(weight.shape)} with bias {list(bias.shape)}, '
@@ -320,7 +320,7 @@ class GatherConv:
         if out_form not in OUT_FORMS:
             raise ConfigError(f'out_form: found {out_form!r}, expected one of {OUT_FORMS}')
         c_in, c_out = (padded_channels(c) for c in weight.shape[1:])
-        if fidelity not in (None, *_FIDELITIES):
+        if fidelity not in _FIDELITIES:
             raise ConfigError(f'fidelity: found {fidelity!r}, expected one of {_FIDELITIES}')
         self.columns, self.taps, self.relu = columns, taps, relu
         self.residual, self.out_form = residual, out_form
@@ -333,7 +333,7 @@ class GatherConv:
         self.bias = F.pad(bias.detach().float(), padding)
         self._shape = _Shape(columns, taps, c_in, c_out, residual, out_form, bias_where_present)
         self.plan = plan(self._shape)
-        self.fidelity = fidelity or ('HiFi4' if c_in < _TILE else 'HiFi2')
+        self.fidelity = fidelity
         self._cores = _Cores(device, self.plan.parts, max_cores)
         constants = constant_tiles(self._shape, self.plan, self.weight_terms, self.bias)
         self._constants = ttnn.from_torch(constants.bfloat16(), dtype=ttnn.bfloat16,

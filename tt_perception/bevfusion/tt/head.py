@@ -12,6 +12,7 @@ from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.tt import layout
 from tt_perception.bevfusion.tt.decoder import Decoder, Keep, Linear, to_device
 from tt_perception.bevfusion.tt.layout import TILE, Proposal
+from tt_perception.bevfusion.tt.precision import POLICY
 
 
 class Head:
@@ -31,7 +32,8 @@ class Head:
         self._class_encoding = Linear(device, layout.class_encoding(arrays))
         self._decoder = Decoder(device, config, arrays)
         self._branches, self._box, self._classes = (
-            Linear.of(device, layer) for layer in layout.branches(arrays, config))
+            Linear.of(device, layer, POLICY['bbox_head.prediction_heads'])
+            for layer in layout.branches(arrays, config))
         self._score_column = Linear(device, layout.score_column())
         self._place_columns = Linear(device, layout.place_columns())
 

@@ -23,12 +23,13 @@ class HeatMap:
 
     def __init__(self, device, config: NetworkConfig, arrays: Arrays) -> None:
         x, y = config.feature_map_xy
-        weight, bias = _arrays_of(arrays, 'shared_conv')
+        name, weight, bias = _layer(arrays, 'shared_conv')
         first, second = weight.split(config.neck_channels, dim=1)
-        self._first = map_conv(device, first, bias, relu=False)
-        self._second = map_conv(device, second, torch.zeros_like(bias), relu=False, residual=True)
-        self._hidden = map_conv(device, *_arrays_of(arrays, 'heatmap_head.0.conv'), relu=True)
-        self._logits = map_conv(device, *_arrays_of(arrays, 'heatmap_head.1'), relu=False,
+        self._first = map_conv(device, name, first, bias, relu=False)
+        self._second = map_conv(device, name, second, torch.zeros_like(bias), relu=False,
+                                residual=True)
+        self._hidden = map_conv(device, *_layer(arrays, 'heatmap_head.0.conv'), relu=True)
+        self._logits = map_conv(device, *_layer(arrays, 'heatmap_head.1'), relu=False,
                                 out_form='fp32')
         self._memory, self._room = (empty_pairs(device, x * y, config.hidden_channels)
                                     for _ in range(2))
@@ -46,6 +47,6 @@ class HeatMap:
         return memory, logits
 
 
-def _arrays_of(arrays: Arrays, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return (torch.from_numpy(arrays[f'{_ROOT}.{name}.weight']),
-            torch.from_numpy(arrays[f'{_ROOT}.{name}.bias']))
+def _layer(arrays: Arrays, name: str) -> tuple[str, torch.Tensor, torch.Tensor]:
+    name = f'{_ROOT}.{name}'
+    return name, *(torch.from_numpy(arrays[f'{name}.{part}']) for part in ('weight', 'bias'))

@@ -25,10 +25,10 @@ class Neck:
         self._width = y // 2
         fine, coarse = (torch.from_numpy(arrays[f'{_ROOT}.{i}.0.weight']) for i in range(2))
         biases = [torch.from_numpy(arrays[f'{_ROOT}.{i}.0.bias']) for i in range(2)]
-        self._fine = map_conv(device, fine, biases[0], relu=True)
+        self._fine = map_conv(device, _ROOT, fine, biases[0], relu=True)
         coarse = coarse.transpose(0, 1)  # [C_in, C_out, 2, 2] in a transposed convolution
         self._quarters = [
-            (i, j, map_conv(device, coarse[:, :, i:i + 1, j:j + 1], biases[1], relu=True))
+            (i, j, map_conv(device, _ROOT, coarse[:, :, i:i + 1, j:j + 1], biases[1], relu=True))
             for i in range(2) for j in range(2)]
         self._maps = [empty_pairs(device, x * y, config.neck_channels) for _ in range(2)]
 
