@@ -61,3 +61,14 @@ def full_artifact(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp('full_artifact')
     make_artifact(folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope='module')
+def device():
+    """Return an open device of the functional simulator, or skip."""
+    if not os.environ.get('TT_METAL_SIMULATOR'):
+        pytest.skip('TT_METAL_SIMULATOR names no Blackhole functional simulator')
+    ttnn = pytest.importorskip('ttnn')
+    device = ttnn.open_device(device_id=0, trace_region_size=1 << 20)
+    yield device
+    ttnn.close_device(device)

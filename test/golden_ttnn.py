@@ -9,9 +9,9 @@ round where the chip does:
 * The attention works on chunks of keys and keeps scores, weights, sums and the running result in
   bfloat16.
 
-That reproduces the size of the chip's errors, not their bits; the chip is never much worse.
-What is allocated holds NaN: a graph that reads what nobody has written shows. Operations, arguments
-and values of arguments that are not known here raise.
+That reproduces the size of the chip's errors, not their bits. What is allocated holds NaN: a graph
+that reads what nobody has written shows. Operations, arguments and values of arguments that are
+not known here raise.
 """
 
 from __future__ import annotations
@@ -200,6 +200,15 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return _elementwise(torch.mul, a, b)
 
 
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    return _elementwise(torch.sub, a, b)
+
+
+def mean(x: Tensor, *, dim: int, keepdim: bool, compute_kernel_config: ComputeConfig) -> Tensor:
+    _expect(x, Layout.TILE, DataType.BFLOAT16)
+    return _tiles(x, x.value.float().mean(dim=dim, keepdim=keepdim), x.dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     _expect(x, Layout.TILE, DataType.FLOAT32)
     return _tiles(x, x.value.sigmoid())
@@ -277,8 +286,8 @@ OPERATIONS = {
     'allocate_tensor_on_device': allocate_tensor_on_device,
     'copy_host_to_device_tensor': copy_host_to_device_tensor,
     'to_layout': to_layout, 'reshape': reshape, 'slice': slice_of, 'embedding': embedding,
-    'linear': linear, 'add': add, 'multiply': multiply, 'sigmoid': sigmoid,
-    'layer_norm': layer_norm,
+    'linear': linear, 'add': add, 'subtract': subtract, 'multiply': multiply,
+    'sigmoid': sigmoid, 'mean': mean, 'layer_norm': layer_norm,
 }
 
 
@@ -313,8 +322,12 @@ def gather_conv(op, features: Tensor, table: Tensor, counts: Tensor, count_index
     for tensor, width in widths:
         assert tensor.shape[1] == width and tensor.layout is Layout.ROW_MAJOR
     assert out is not features, 'rows that are still to be read would be overwritten'
-    gather_conv_golden(op, features.value, table.value, counts.value, count_index, out.value,
-                       table_first_block=table_first_block,
+    # Tensors have room for more rows than there are; what is not used need not be converted.
+    count = int(counts.value.view(torch.int32)[0, count_index])
+    end = table_first_block + -(-count // BLOCK_ROWS)
+    words = table.value[table_first_block:end]
+    rows = (int(words.view(torch.int32).max()) >> 3) + op.taps if len(words) else 0
+    gather_conv_golden(op, features.value[:rows], words, counts.value, count_index, out.value,
                        residual=residual.value if op.residual else None, target=target)
     return out
 

@@ -385,16 +385,6 @@ def test_cost_counts(without_device):
 
 # On the functional simulator.
 
-@pytest.fixture(scope='module')
-def device():
-    if not os.environ.get('TT_METAL_SIMULATOR'):
-        pytest.skip('TT_METAL_SIMULATOR names no Blackhole functional simulator')
-    ttnn = pytest.importorskip('ttnn')
-    device = ttnn.open_device(device_id=0, trace_region_size=1 << 20)
-    yield device
-    ttnn.close_device(device)
-
-
 class OnDevice:
     """One case with its tensors on the device."""
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ import pytest
 import torch
 
 from tt_perception import BEVFusion
+from tt_perception.bevfusion import model as model_module
 from tt_perception.bevfusion.cloud import Cloud, decode_cloud
 from tt_perception.bevfusion.model import capacity_bucket
 from tt_perception.runtime.errors import ArtifactError, ConfigError, InputError, PerceptionError
@@ -526,3 +530,274 @@ def test_the_host_stages_allocate_no_large_array(artifact):
             run(i)
         tracemalloc.stop()
     assert max(peaks[-3:]) < 100_000  # the cloud alone has 720,000 bytes
+
+
+# ---- several frames in flight ----
+
+PIPELINES = (0, 1, 2)
+HELD_S = 0.2
+HELD_MS = 1e3 * HELD_S / 2  # of which as much is seen at least, and nowhere else
+
+
+class Gate:
+    """Holds frames before the network until it is opened.
+
+    :ivar entered: a frame has come so far.
+    :ivar prepared: how many frames have gone through the host stages.
+    """
+
+    def __init__(self, model: BEVFusion) -> None:
+        self.entered = threading.Event()
+        self.prepared = 0
+        self._opened = threading.Event()
+        self._forward, self._prepare = model.forward, model._prepare
+        model.forward, model._prepare = self._hold, self._count
+
+    def open(self) -> None:
+        """Let all frames through."""
+        self._opened.set()
+
+    def _hold(self, prepared):
+        self.entered.set()
+        assert self._opened.wait(30)
+        return self._forward(prepared)
+
+    def _count(self, *args):
+        prepared = self._prepare(*args)
+        self.prepared += 1
+        return prepared
+
+
+def in_thread(call):
+    """Return the result to come of a call on a thread that keeps no process alive."""
+    result = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def submit_in_thread(model, seed: int = 0):
+    """Return the result to come of a frame whose submission may have to wait."""
+    return in_thread(lambda: model(cloud(seed)))
+
+
+def drive(model, stream_id: str, num_frames: int = 6) -> list:
+    """Send a stream without waiting for answers; return all of them."""
+    results = [model.submit(cloud(seed, 2_000 + 500 * seed),
+                            stream={**frame(10.0 + 0.1 * seed, 0.3 * seed), 'id': stream_id})
+               for seed in range(num_frames)]
+    return [result.result(60) for result in results]
+
+
+@pytest.mark.parametrize('pipeline', PIPELINES)
+def test_frames_in_flight_give_the_same_bits_as_one_after_the_other(artifact, model, pipeline):
+    expected = [model(cloud(seed, 2_000 + 500 * seed), stream=frame(10.0 + 0.1 * seed, 0.3 * seed))
+                for seed in range(6)]
+    assert {detections.meta['num_sweeps'] for detections in expected} == {1, 2}
+    with BEVFusion.from_pretrained(artifact, pipeline=pipeline) as other:
+        assert other.info['pipeline'] == pipeline
+        for found in (drive(other, 'alone'),
+                      *(r.result(60) for r in [in_thread(lambda i=i: drive(other, f'stream {i}'))
+                                               for i in range(3)])):
+            for a, b in zip(found, expected, strict=True):
+                assert_equal(a, b)
+                assert a.meta == b.meta
+
+
+@pytest.mark.parametrize('pipeline', PIPELINES)
+def test_results_of_one_thread_come_in_the_order_of_its_calls(artifact, pipeline):
+    with BEVFusion.from_pretrained(artifact, pipeline=pipeline) as model:
+        forward, finished, threads = model.forward, [], set()
+
+        def uneven(prepared):
+            threads.add(threading.get_ident())
+            time.sleep(0.03 if len(finished) % 2 == 0 else 0)
+            return forward(prepared)
+
+        model.forward = uneven
+        results = []
+        for i in range(8):
+            results.append(model.submit(cloud(i, 1_000)))
+            results[-1].add_done_callback(lambda _, i=i: finished.append(i))
+        results[-1].result(60)
+    assert finished == list(range(8))
+    assert len(threads) == 1  # the network has a thread of its own
+
+
+def test_without_a_pipeline_a_frame_is_prepared_after_the_one_before_is_finished(
+        artifact, monkeypatch):
+    finishing, finish_on = threading.Event(), threading.Event()
+    finish = model_module.finish
+
+    def slow_finish(*args):
+        finishing.set()
+        assert finish_on.wait(30)
+        return finish(*args)
+
+    monkeypatch.setattr(model_module, 'finish', slow_finish)
+    with BEVFusion.from_pretrained(artifact, pipeline=0) as model:
+        gate = Gate(model)
+        first = model.submit(cloud())
+        second = submit_in_thread(model)
+        assert gate.entered.wait(30)
+        time.sleep(HELD_S)
+        assert gate.prepared == 1
+        gate.open()
+        assert finishing.wait(30)
+        time.sleep(HELD_S)
+        assert gate.prepared == 1
+        finish_on.set()
+        assert first.result(30).timing_ms['wait'] < HELD_MS
+        assert second.result(30).timing_ms['wait'] >= HELD_MS
+
+
+@pytest.mark.parametrize('pipeline', [1, 2])
+def test_with_a_pipeline_one_frame_is_prepared_while_the_one_before_is_in_the_network(
+        artifact, pipeline):
+    with BEVFusion.from_pretrained(artifact, pipeline=pipeline) as model:
+        gate = Gate(model)
+        first = model.submit(cloud(0))
+        assert gate.entered.wait(30)
+        second = model.submit(cloud(1))
+        assert gate.prepared == 2 and not first.done() and not second.done()
+        third = submit_in_thread(model, 2)
+        time.sleep(HELD_S)
+        assert gate.prepared == 2
+        gate.open()
+        waits = [result.result(30).timing_ms for result in (first, second, third)]
+    assert waits[0]['wait'] < HELD_MS and waits[0]['wait_network'] < HELD_MS
+    assert waits[1]['wait'] < HELD_MS <= waits[1]['wait_network']
+    assert waits[2]['wait'] >= HELD_MS
+    for timing_ms in waits:
+        assert sum(v for k, v in timing_ms.items() if k != 'total') <= timing_ms['total'] * 1.001
+
+
+@pytest.mark.parametrize('pipeline', PIPELINES)
+def test_frames_that_fail_or_are_refused_do_not_starve_the_next_one(artifact, pipeline):
+    with BEVFusion.from_pretrained(artifact, pipeline=pipeline) as model:
+        expected = model(cloud(1), stream=frame(10.0))
+        forward = model.forward
+
+        def fail(prepared):
+            raise ValueError('injected')
+
+        def spoil():
+            for _ in range(5):
+                model.forward = fail
+                results = [model.submit(cloud()) for _ in range(3)]
+                for result in results:
+                    with pytest.raises(ValueError, match='injected'):
+                        result.result(30)
+                with pytest.raises(InputError):
+                    model(cloud() + 500)
+                with pytest.raises(InputError):
+                    model(cloud(), stream={'id': 'bad', 'timestamp_s': 1.0})
+            model.forward = forward
+            model.reset_stream()
+            return model(cloud(1), stream=frame(10.0))
+
+        assert_equal(in_thread(spoil).result(60), expected)
+
+
+def test_a_result_cannot_be_cancelled_and_nothing_is_lost_by_the_attempt(artifact):
+    with BEVFusion.from_pretrained(artifact, pipeline=1) as model:
+        gate = Gate(model)
+        results = [model.submit(cloud(i)) for i in range(2)]
+        assert [result.cancel() for result in results] == [False, False]
+        gate.open()
+        assert all(len(result.result(30)) > 0 for result in results)
+        assert len(submit_in_thread(model).result(30)) > 0
+        closed = in_thread(model.close)
+    closed.result(30)
+
+
+def wait_for_threads_to_end() -> None:
+    deadline_s = time.monotonic() + 10
+    while alive := [t.name for t in threading.enumerate() if t.name.startswith('bevfusion')]:
+        assert time.monotonic() < deadline_s, alive
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize('pipeline', PIPELINES)
+def test_close_waits_for_all_frames_in_flight_and_frees_everything(artifact, pipeline):
+    model = BEVFusion.from_pretrained(artifact, pipeline=pipeline)
+    gate = Gate(model)
+    results = [model.submit(cloud(i)) for i in range(1 + min(pipeline, 1))]
+    read, is_inside = model._read, threading.Event()
+    model._read = lambda *args: is_inside.set() or read(*args)
+    waiting = submit_in_thread(model)  # for a workspace
+    assert is_inside.wait(30)
+    closed = in_thread(model.close)
+    time.sleep(HELD_S)
+    assert not closed.done()
+    with pytest.raises(PerceptionError, match='closed'):
+        model.submit(cloud())
+    gate.open()
+    closed.result(30)
+    assert all(len(result.result(0)) > 0 for result in results)
+    assert len(waiting.result(30)) > 0
+    assert model._backend._net is None and model._idle_workspaces.empty()
+    wait_for_threads_to_end()
+    model.close()
+
+
+def test_close_between_a_frame_and_its_result(artifact):
+    with BEVFusion.from_pretrained(artifact, pipeline=1) as model:
+        results = [model.submit(cloud(i)) for i in range(2)]
+    assert all(len(result.result(0)) > 0 for result in results)
+
+
+def test_a_callback_of_a_result_may_close_the_model(artifact):
+    model = BEVFusion.from_pretrained(artifact, pipeline=1)
+    gate, closed = Gate(model), threading.Event()
+
+    def close(_):
+        model.close()
+        closed.set()
+
+    results = [model.submit(cloud(i)) for i in range(2)]
+    results[0].add_done_callback(close)
+    gate.open()
+    assert closed.wait(30)
+    assert all(len(result.result(30)) > 0 for result in results)
+    in_thread(model.close).result(30)
+    assert model._backend._net is None
+
+
+def test_ctrl_c_while_waiting_for_a_result_leaves_the_model_usable(artifact):
+    with BEVFusion.from_pretrained(artifact, pipeline=1) as model:
+        expected = model(cloud(2))
+        gate = Gate(model)
+        results = [model.submit(cloud(i)) for i in range(2)]
+        threading.Timer(0.2, signal.pthread_kill,
+                        (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            results[0].result(30)
+        threading.Timer(0.2, signal.pthread_kill,
+                        (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):  # while waiting for a workspace
+            model.submit(cloud(2))
+        gate.open()
+        assert all(len(result.result(30)) > 0 for result in results)
+        assert_equal(submit_in_thread(model, 2).result(30), expected)
+
+
+@pytest.mark.parametrize('pipeline', [-1, 3, 1.0, True, '1', None])
+def test_a_wrong_pipeline_is_refused(artifact, pipeline):
+    with pytest.raises(ConfigError, match=f'^pipeline: found {pipeline!r}, expected 0, 1 or 2$'):
+        BEVFusion.from_pretrained(artifact, pipeline=pipeline)
+
+
+def test_a_model_that_cannot_be_built_closes_its_backend(artifact, monkeypatch):
+    closed = []
+    monkeypatch.setattr(model_module.CpuBackend, 'close', lambda self: closed.append(self))
+    monkeypatch.setattr(model_module.CpuBackend, 'new_inputs', lambda self: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        BEVFusion.from_pretrained(artifact, backend='cpu')
+    assert len(closed) == 1

@@ -203,16 +203,6 @@ def seeded_blocks(net):
         return net.forward_blocks(torch.from_numpy(voxels.features[rulebooks.order]), rulebooks)
 
 
-@pytest.fixture(scope='module')
-def device():
-    if not os.environ.get('TT_METAL_SIMULATOR'):
-        pytest.skip('TT_METAL_SIMULATOR names no Blackhole functional simulator')
-    ttnn = pytest.importorskip('ttnn')
-    device = ttnn.open_device(device_id=0, trace_region_size=1 << 20)
-    yield device
-    ttnn.close_device(device)
-
-
 class OnDevice:
     """A head and its inputs on the device."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tt_perception.bevfusion.config import BEVFusionConfig
-    from tt_perception.bevfusion.detections import Detections3D, RawDetections
+    from tt_perception.bevfusion.detections import Detections3D
     from tt_perception.bevfusion.tt.backend import TtInputs
     from tt_perception.bevfusion.voxelize import Voxels
     from tt_perception.bevfusion.weights import NetworkWeights
@@ -40,12 +40,14 @@ STEPS = ('blocks', 'traces', 'node')
 
 LEAST_CORRELATION = 0.999
 BOUNDS = {'centre': 0.05, 'yaw': 0.02, 'score': 0.01}  # m, rad, 1
+# Logits of the heat map that are closer than this may change places among the best ones.
+TIE_LOGITS = 0.005
 
 CAPACITIES = ((512, 512, 256, 128), (2048, 2048, 1024, 512))
 # Points of the frames; those of up to 250 points fit into the first bucket.
 BLOCK_FRAMES = (220, 1000)
-TRACE_FRAMES = (100, 900, 130, 160, 1000, 1100, 190, 1200, 220, 250)
-NODE_FRAMES = (200, 240)
+TRACE_FRAMES = (100, 1000, 130, 160, 1050, 190, 220, 1100, 1150, 250)
+NODE_FRAMES = (150, 180)
 
 TIMEOUT_S = 3600.0  # of whatever takes milliseconds on a card
 TRACE_REGION_BYTES = 64 << 20
@@ -56,11 +58,14 @@ ELSEWHERE = {
     'bbox_head.heatmap': 'only its best cells are looked for: `bbox_head.proposals`',
     'bbox_head.decoder.0.cross_posembed': 'the same in every frame, so it is part of the weights',
     'bbox_head.prediction_heads.0.heatmap': 'a factor of `score`',
-    'bbox_pred': 'the five branches of `bbox_head.prediction_heads`, joined',
+    'bbox_pred': 'the branches of `bbox_head.prediction_heads`, joined',
     'label_pred': 'part of the proposals',
 }
-_BRANCHES = {'center': slice(0, 2), 'height': slice(2, 3), 'dim': slice(3, 6),
-             'rot': slice(6, 8), 'vel': slice(8, 10)}
+# Columns of the output.
+_BRANCHES = 'bbox_head.prediction_heads.0'
+_OUTPUTS = {f'{_BRANCHES}.center': slice(0, 2), f'{_BRANCHES}.height': slice(2, 3),
+            f'{_BRANCHES}.dim': slice(3, 6), f'{_BRANCHES}.rot': slice(6, 8),
+            f'{_BRANCHES}.vel': slice(8, 10), 'score': slice(10, 11)}
 
 
 # ---- what is run ----
@@ -301,16 +306,12 @@ class BlockReader:
             expected = expected[self._order]
         self._note(name, found, expected)
 
-    def keep_output(self, raw: RawDetections) -> None:
-        """Compare what the network returns."""
-        import torch
-        reference = self._reference
-        box = torch.from_numpy(raw.bbox_pred).T
-        expected = reference['bbox_pred'].T[self._order]
-        for name, columns in _BRANCHES.items():
-            self._note(f'bbox_head.prediction_heads.0.{name}', box[:, columns],
-                       expected[:, columns])
-        self._note('score', torch.from_numpy(raw.score), reference['score'][self._order])
+    def keep_output(self, packed: Tensor) -> None:
+        """Compare what the network returns, float32 [proposals in whole tiles, 32]."""
+        packed = packed[:len(self._order)]
+        for name, columns in _OUTPUTS.items():
+            expected = self._reference[name][self._order]
+            self._note(name, packed[:, columns].reshape(expected.shape), expected)
 
     def _note(self, name: str, found: Tensor, expected: Tensor) -> None:
         self.differences[name] = Difference.of(found, expected)
@@ -367,21 +368,20 @@ def run_blocks(network: Network) -> Report:
 def _read_blocks(network: Network, graph: Graph, device: Device, num_points: int,
                  seed: int) -> BlockReader:
     """Run one frame, operation by operation, and compare what comes out of each block."""
-    from tt_perception.bevfusion.tt.graph import DENSE, unpack
+    from tt_perception.bevfusion.tt.graph import DENSE
     voxels = network.voxels(network.points(num_points, seed))
     reference = reference_blocks(network, voxels)
     inputs, rows = graph.frame(voxels)
     say(f'blocks: {num_points} points, active rows {rows[:4]}, {inputs.variant}')
     reader = BlockReader(network, reference)
 
-    def forward() -> RawDetections:
+    def forward() -> Tensor:
         import ttnn
         for name, buffer in inputs.upload.items():
             ttnn.copy_host_to_device_tensor(buffer.tensor,
                                             graph.graph.inputs(inputs.variant)[name])
         graph.graph.forward(inputs.variant, reader.keep)
-        packed = graph.graph.forward(DENSE, reader.keep)
-        return unpack(ttnn.to_torch(packed).numpy(), network.weights.config.num_proposals)
+        return ttnn.to_torch(graph.graph.forward(DENSE, reader.keep))
 
     reader.keep_output(device.call(forward))
     inputs.discard()
@@ -444,19 +444,17 @@ def run_traces(network: Network) -> Report:
     finally:
         device.close()
     report.columns('frame', 'active rows of levels 1 to 4', 'bucket', 'map', 'output',
-                   *_OBJECT_COLUMNS)
+                   'proposals of `cpu`', *_OBJECT_COLUMNS)
     for i, answer in enumerate(replayed):
-        expected = eager[i % len(eager)]
+        frame = i % len(frames)
         number = str(i + 1) if i < len(eager) else '1 again'
-        same = answer.equals(expected)
-        differences = _against_cpu(network, answer, frames[i % len(frames)])
+        same = answer.equals(eager[frame])
+        common, differences = _against_cpu(network, answer, frames[frame], report, number)
         report.row(number, ', '.join(map(str, answer.active_rows[:4])), answer.variant[-1],
-                   *('bits equal' if equal else 'DIFFERENT' for equal in same),
+                   *('bits equal' if equal else 'DIFFERENT' for equal in same), common,
                    *differences.cells())
         report.check(all(same), f'frame {number}: found a replay with other bits, expected those '
                      'of the operations run one by one')
-        report.check(differences.holds, f'frame {number}: found {differences}, expected all '
-                     f'objects of backend cpu within {BOUNDS}')
     report.check(len({answer.variant for answer in replayed}) == len(CAPACITIES),
                  'found frames of one bucket only, expected both')
     report.check(all(not np.array_equal(a.packed, b.packed) for i, a in enumerate(eager)
@@ -475,7 +473,6 @@ def _answers(network: Network, device: Device, frames: Sequence[Voxels],
     runner = TraceRunner(graph.graph, device, traced=traced, timeout_s=TIMEOUT_S,
                          prepare_timeout_s=TIMEOUT_S, on_progress=lambda text: say(f'  {text}'))
     runner.prepare()
-    say(f'  {runner.info}')
     for i, voxels in enumerate(frames, 1):
         start_s = time.monotonic()
         inputs, rows = graph.frame(voxels)
@@ -491,8 +488,13 @@ def _answers(network: Network, device: Device, frames: Sequence[Voxels],
     runner.release()
 
 
-def _against_cpu(network: Network, answer: Answer, voxels: Voxels) -> ObjectDifferences:
-    """Compare the objects of a frame with those of the reference."""
+def _against_cpu(network: Network, answer: Answer, voxels: Voxels, report: Report,
+                 number: str) -> tuple[str, ObjectDifferences]:
+    """Compare proposals and objects of a frame with those of the reference, and check them.
+
+    Where the last proposals are too close to tell which ones are the best, others may be taken;
+    then all objects change a little, as proposals look at one another, and are not checked.
+    """
     from tt_perception.bevfusion.detections import RawDetections
     from tt_perception.bevfusion.postprocess import finish
     from tt_perception.bevfusion.tt.graph import unpack
@@ -500,7 +502,36 @@ def _against_cpu(network: Network, answer: Answer, voxels: Voxels) -> ObjectDiff
     expected = RawDetections(*(blocks[name].numpy()
                                for name in ('bbox_pred', 'score', 'label_pred')))
     found = unpack(answer.packed, network.weights.config.num_proposals)
-    return ObjectDifferences.of(*(finish(raw, network.config) for raw in (found, expected)))
+    differences = ObjectDifferences.of(*(finish(raw, network.config)
+                                         for raw in (found, expected)))
+    common, gap = _proposals_in_common(network, answer, blocks)
+    number_of_all = network.weights.config.num_proposals
+    if common == number_of_all:
+        report.check(differences.holds, f'frame {number}: found {differences}, expected all '
+                     f'objects of backend cpu within {BOUNDS}')
+        return f'{common} of {number_of_all}', differences
+    report.check(gap <= TIE_LOGITS, f'frame {number}: found proposals that are worse by {gap:.4f} '
+                 f'than those of backend cpu, expected at most {TIE_LOGITS} (logits)')
+    return f'{common} of {number_of_all}, others {gap:.4f} below', differences
+
+
+def _proposals_in_common(network: Network, answer: Answer,
+                         blocks: dict[str, Tensor]) -> tuple[int, float]:
+    """Return how many proposals are the reference's, and how much less likely the others are.
+
+    That is the difference of logits, in the reference's heat map, between its best proposal that
+    was left out and the worst one that was taken instead.
+    """
+    from tt_perception.bevfusion.tt.layout import Packed
+    x, y = network.weights.config.feature_map_xy
+    rows = answer.packed[:network.weights.config.num_proposals]
+    found = {int(n) for n in (rows[:, Packed.LABEL] * x + rows[:, Packed.X]) * y
+             + rows[:, Packed.Y]}
+    expected = set(blocks['bbox_head.proposals'].tolist())
+    logits = blocks['bbox_head.heatmap'].flatten().logit()
+    missed, others = (logits[sorted(some)] for some in (expected - found, found - expected))
+    gap = float(missed.max() - others.min()) if len(missed) else 0.0
+    return len(expected & found), gap
 
 
 # ---- node ----
@@ -520,28 +551,27 @@ def run_node(network: Network) -> Report:
             return report
     sys.path.insert(0, str(CHECKOUT / 'test'))
     # Small clouds, so that the frames for warming up are small, too.
-    parameters = {'densification_num_past_frames': 1, 'cloud_capacity': 600}
+    parameters = {'densification_num_past_frames': 1, 'cloud_capacity': 400}
     points = [network.points(number, 20 + seed) for seed, number in enumerate(NODE_FRAMES)]
     answers = _ask_node(network, points, parameters)
     on_tt = _ask_model(network, points, backend='tt', timeout_s=TIMEOUT_S, **parameters)
     on_cpu = _ask_model(network, points, backend='cpu', **parameters)
     report.columns('cloud', 'points', 'past sweeps', 'voxels', 'message', *_OBJECT_COLUMNS)
     for i, (answer, found, expected) in enumerate(zip(answers, on_tt, on_cpu, strict=True), 1):
-        same = answer == _message_bytes(found, STAMPS_NS[i - 1])
+        same = answer == _message(found, STAMPS_NS[i - 1])
         differences = ObjectDifferences.of(found, expected)
         report.row(i, len(points[i - 1]), found.meta['num_sweeps'] - 1, found.meta['num_voxels'],
-                   'bytes equal' if same else 'DIFFERENT', *differences.cells())
+                   'equal' if same else 'DIFFERENT', *differences.cells())
         report.check(same, f'cloud {i}: found another message than that of the API with backend '
-                     'tt, expected the same bytes')
+                     'tt, expected an equal one')
         report.check(differences.holds, f'cloud {i}: found {differences}, expected all objects '
                      f'of backend cpu within {BOUNDS}')
     return report
 
 
 def _ask_node(network: Network, points: Sequence[np.ndarray],
-              parameters: dict[str, Any]) -> list[bytes]:
-    """Return the serialized answers of a node process."""
-    from rclpy.serialization import serialize_message
+              parameters: dict[str, Any]) -> list[Any]:
+    """Return the answers of a node process."""
     from ros_process import Client, node_process, wait_until
 
     from tt_perception.ros.conversions import cloud_message, xyzirc
@@ -565,7 +595,7 @@ def _ask_node(network: Network, points: Sequence[np.ndarray],
                     raise AssertionError(f'the node has ended:\n{node.output()}')
                 say(f'node: answer {i + 1} of {len(points)}, '
                     f'{len(client.objects[i].objects)} objects')
-        return [serialize_message(message) for message in client.objects]
+        return client.objects
     finally:
         client.close()
 
@@ -588,14 +618,13 @@ def _ask_model(network: Network, points: Sequence[np.ndarray],
     return answers
 
 
-def _message_bytes(detections: Detections3D, stamp_ns: int) -> bytes:
+def _message(detections: Detections3D, stamp_ns: int) -> Any:
     """Return what the node should have published."""
-    from rclpy.serialization import serialize_message
     from std_msgs.msg import Header
 
     from tt_perception.ros.conversions import DetectedObjectsWriter, ns_to_stamp
     header = Header(frame_id=FRAME, stamp=ns_to_stamp(stamp_ns))
-    return serialize_message(DetectedObjectsWriter().write(header, detections))
+    return DetectedObjectsWriter().write(header, detections)
 
 
 # ---- the command ----
@@ -613,9 +642,9 @@ def reason_to_skip() -> str:
         return f'ttnn is not installed for {sys.executable}'
     package = Path(next(iter(spec.submodule_search_locations)))
     root = Path(os.environ.get('TT_METAL_RUNTIME_ROOT') or package)
-    compiler = root / 'runtime' / 'sfpi' / 'compiler' / 'bin' / 'riscv-tt-elf-g++'
-    if not compiler.exists():
-        return f'ttnn has no compiler for kernels (sfpi): there is no {compiler}'
+    places = (root / 'runtime' / 'sfpi', Path('/opt/tenstorrent/sfpi'))
+    if not any((place / 'compiler' / 'bin' / 'riscv-tt-elf-g++').exists() for place in places):
+        return f'ttnn has no compiler for kernels: there is no sfpi in {places[0]} or {places[1]}'
     return ''
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,6 +107,26 @@ class Prepared:
     clock: StageClock
 
 
+class _Frame:
+    """A prepared frame on its way through the threads, which then give its workspace back.
+
+    :ivar result: what the caller waits for; it cannot be cancelled.
+    """
+
+    def __init__(self, prepared: Prepared, config: BEVFusionConfig,
+                 workspace: _Workspace) -> None:
+        self.prepared = prepared
+        self.config = config
+        self.workspace = workspace
+        self.result: Future[Detections3D] = Future()
+        self.result.set_running_or_notify_cancel()
+        self._claim = threading.Lock()
+
+    def claim(self) -> bool:
+        """Take the frame over; true for the first one who asks."""
+        return self._claim.acquire(blocking=False)
+
+
 class BEVFusion(Model):
     """Autoware's lidar detector BEVFusion-L.
 
@@ -117,7 +137,7 @@ class BEVFusion(Model):
 
     def __init__(self, weights: NetworkWeights, config: BEVFusionConfig, *,
                  backend: str = 'auto', pipeline: int = 0, artifact: Artifact | None = None,
-                 **device: Any) -> None:
+                 options: DeviceOptions | None = None) -> None:
         """Build a model from loaded weights; :meth:`from_pretrained` is the usual way.
 
         :raises ConfigError: unknown backend or pipeline, or a wrong option of the device.
@@ -127,20 +147,24 @@ class BEVFusion(Model):
         if backend not in BACKENDS:
             raise ConfigError(f'backend: found {backend!r}, expected one of '
                               + ', '.join(map(repr, BACKENDS)))
-        if pipeline not in PIPELINES:
+        if type(pipeline) is not int or pipeline not in PIPELINES:
             raise ConfigError(f'pipeline: found {pipeline!r}, expected 0, 1 or 2')
         check_against(weights.config, config)
         self.config = config
         self.network = weights.config
         self.pipeline = pipeline
         self._artifact = artifact
-        self._backend = _backend(backend, weights, DeviceOptions(**device), pipeline)
         self._streams: dict[str, _Stream] = {}
         self._streams_lock = threading.Lock()
-        # One frame in flight is prepared while the other one is in the network.
         self._idle_workspaces: queue.LifoQueue[_Workspace] = queue.LifoQueue()
-        for _ in range(min(pipeline, 1) + 1):
-            self._idle_workspaces.put(_Workspace(config, self._backend.new_inputs()))
+        self._backend = _backend(backend, weights, options or DeviceOptions(), pipeline)
+        try:
+            # One frame in flight is prepared while the other one is in the network.
+            for _ in range(min(pipeline, 1) + 1):
+                self._idle_workspaces.put(_Workspace(config, self._backend.new_inputs()))
+        except BaseException:
+            self._backend.close()
+            raise
         self._network_thread = ThreadPoolExecutor(1, 'bevfusion-network')
         self._finish_thread = ThreadPoolExecutor(1, 'bevfusion-finish')
         super().__init__()
@@ -149,6 +173,7 @@ class BEVFusion(Model):
     def from_pretrained(cls, source: str | Path | None = None, *, backend: str = 'auto',
                         pipeline: int = 0, device_id: int = 0, device: Any = None,
                         dispatch: str = 'auto', timeout_s: float = 5.0,
+                        is_cancelled: Callable[[], bool] = lambda: False,
                         **parameters: Any) -> BEVFusion:
         """Load an artifact: the released one by default, else a local folder or ``.onnx`` file.
 
@@ -160,10 +185,13 @@ class BEVFusion(Model):
             a frame while the one before is in the network; 2 has two sets of upload buffers
             besides. The results are the same.
         :param device_id: which card, in the order of their PCI addresses.
-        :param device: an open ttnn device to use instead; it is not closed with the model.
+        :param device: an open ttnn device to use instead; it is not closed with the model, and
+            nothing else may use it meanwhile, or be allocated on it.
         :param dispatch: what hands out the work on the card: ``eth``, ``worker``, or ``auto``,
             see :class:`tt_perception.runtime.device.Device`.
         :param timeout_s: after this time without an answer the card is given up.
+        :param is_cancelled: asked now and then while kernels are compiled, which takes minutes the
+            first time; true ends the loading by DeviceError.
         :param parameters: values that win over the artifact's own, by the names of
             :data:`tt_perception.bevfusion.config.PARAMETERS`.
         :raises ArtifactError: a file is missing, damaged, or of another network.
@@ -177,8 +205,8 @@ class BEVFusion(Model):
                                    **read_parameter_file(artifact.class_remapper)})
         config = BEVFusionConfig.from_parameters({**values, **parameters})
         return cls(read_onnx(artifact.onnx), config, backend=backend, pipeline=pipeline,
-                   artifact=artifact, device_id=device_id, device=device, dispatch=dispatch,
-                   timeout_s=timeout_s)
+                   artifact=artifact, options=DeviceOptions(device_id, device, dispatch, timeout_s,
+                                                             is_cancelled))
 
     def __call__(self, points: Any, *, sweeps: Sequence[Mapping[str, Any]] | None = None,
                  stream: Mapping[str, Any] | None = None, columns: Sequence[str] | None = None,
@@ -206,7 +234,8 @@ class BEVFusion(Model):
         """Prepare a frame, and return while the network runs; arguments as in a call.
 
         Results come in the order of the calls of one thread. With ``pipeline`` 0 a second frame
-        waits until the first one is finished, otherwise it is prepared meanwhile.
+        waits until the first one is finished, otherwise it is prepared meanwhile. A result cannot
+        be cancelled; its callbacks may close the model, but not wait for another frame.
 
         :raises InputError: the frame is refused; the stream is as it was before.
         :raises ConfigError: a parameter is wrong.
@@ -218,41 +247,55 @@ class BEVFusion(Model):
             clock.lap('read')
             workspace = self._idle_workspaces.get()
             clock.lap('wait')
+            frame = None
             try:
                 prepared = self._prepare(workspace, cloud, sweeps, stream, columns, clock)
-                self._enter(workspace)
-                try:
-                    raw = self._network_thread.submit(self._run_network, prepared)
-                    return self._finish_thread.submit(self._finish, raw, prepared, config,
-                                                      workspace)
-                except BaseException:
-                    self._leave(workspace)
-                    raise
-            except BaseException:
-                self._give_back(workspace)
+                frame = _Frame(prepared, config, workspace)
+                self._enter(frame)
+                self._network_thread.submit(self._run_network, frame)
+            except BaseException:  # Ctrl-C too, which may come when the frame is handed over
+                if frame is None:
+                    self._give_back(workspace)
+                elif frame.claim():
+                    self._give_back(workspace)
+                    self._leave(frame)
                 raise
+            return frame.result
 
-    def _run_network(self, prepared: Prepared) -> RawDetections:
+    def _run_network(self, frame: _Frame) -> None:
+        if not frame.claim():
+            return
+        raw: Future[RawDetections] = Future()
         me = threading.get_ident()
         self._enter(me)
         try:
-            prepared.clock.lap('wait_network')
-            return self.forward(prepared)
+            frame.prepared.clock.lap('wait_network')
+            raw.set_result(self.forward(frame.prepared))
+        except BaseException as error:  # goes to the caller, whatever it is
+            raw.set_exception(error)
         finally:
             self._leave(me)
+        try:
+            self._finish_thread.submit(self._finish, frame, raw)
+        except RuntimeError:  # Python ends, and starts no more work
+            self._finish(frame, raw)
 
-    def _finish(self, raw: Future[RawDetections], prepared: Prepared, config: BEVFusionConfig,
-                workspace: _Workspace) -> Detections3D:
+    def _finish(self, frame: _Frame, raw: Future[RawDetections]) -> None:
         me = threading.get_ident()
-        self._enter(me)
+        self._enter(me)  # also for callbacks of the result
+        prepared, result = frame.prepared, frame.result
         try:
             try:
-                outputs = raw.result()
+                detections = finish(raw.result(), frame.config, prepared.meta, prepared.clock)
             finally:
-                self._give_back(workspace)
-            return finish(outputs, config, prepared.meta, prepared.clock)
+                self._give_back(frame.workspace)
+        except BaseException as error:  # goes to the caller, whatever it is
+            result.set_exception(error)
+        else:
+            result.set_result(detections)
         finally:
-            self._leave(workspace)
+            del raw, result  # an error's traceback holds this frame
+            self._leave(frame)
             self._leave(me)
 
     def forward(self, prepared: Prepared) -> RawDetections:
@@ -420,6 +463,7 @@ class BEVFusion(Model):
         self._finish_thread.shutdown(wait=False)
         self._backend.close()
         self._streams.clear()
+        self._idle_workspaces = queue.LifoQueue()
 
 
 def _backend(name: str, weights: NetworkWeights, options: DeviceOptions,

@@ -72,9 +72,10 @@ class BEVFusionNode(FrameNode):
         source = source_of(*(self._settings.value(n) for n in ('model_path', 'onnx_path')))
         given = {name: value for name, value in self._settings.given().items()
                  if name in PARAMETERS}
-        return BEVFusion.from_pretrained(
-            source, **given, **{name: self._settings.value(name) for name in (
-                'backend', 'device_id', 'dispatch', 'timeout_s', 'pipeline')})
+        options = {name: self._settings.value(name) for name in (
+            'backend', 'device_id', 'dispatch', 'timeout_s', 'pipeline')}
+        return BEVFusion.from_pretrained(source, is_cancelled=self._stop.is_set, **options,
+                                         **given)
 
     def configure(self) -> None:
         """Check the parameters, load and warm up the model, listen to TF, create the publisher.

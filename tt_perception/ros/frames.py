@@ -122,7 +122,7 @@ class FrameNode(ManagedNode):
             self.answer(message, result.result())
         except InputError as error:
             self._refuse(error)
-        except Exception as error:  # for the worker, which lets the node know
+        except BaseException as error:  # for the worker, which lets the node know
             self.counter.add('failed')
             answered.set_exception(error)
             return

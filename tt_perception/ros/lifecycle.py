@@ -211,6 +211,8 @@ class ManagedNode(LifecycleNode):
         if not self.wait_for(finished):
             raise Stopped
         result, error = outcome[0]
+        if isinstance(error, PerceptionError) and self._stop.is_set():  # it may be due to that
+            raise Stopped from error
         if error is not None:
             raise error
         return result

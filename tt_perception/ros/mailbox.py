@@ -131,7 +131,8 @@ class Worker:
 
         :param work: begins to answer a message; a future that it returns is done when the answer
             is out.
-        :param on_failure: takes the exception that ended the thread, on that thread.
+        :param on_failure: takes the exception that ended the thread, on that thread; no message
+            is taken any more.
         :param most_in_flight: a message is taken when fewer than these are being answered.
         """
         self._mailbox = mailbox
@@ -148,6 +149,7 @@ class Worker:
             while (message := self._mailbox.take()) is not None:
                 if (answer := self._work(message)) is not None:
                     in_flight.append(answer)
+                    answer.add_done_callback(self._end_if_failed)
                 if len(in_flight) == self._most_in_flight:
                     in_flight.popleft().result()
             while in_flight:
@@ -157,3 +159,8 @@ class Worker:
             self._on_failure(error)
         finally:
             self.finished.set()
+
+    def _end_if_failed(self, answer: Future) -> None:
+        """Have the thread, which may be waiting for a message, learn of a failure at once."""
+        if answer.exception() is not None:
+            self._mailbox.close()

@@ -142,11 +142,14 @@ class DeviceExecutor:
             with self._changed:
                 if job.future.done():
                     return
-                left_s = self._running.seconds_left() if self._running else None
+                # A call that has just come back is not late, whatever the clock says.
+                running = self._running if self._running and not self._running.future.done() \
+                    else None
+                left_s = running.seconds_left() if running else None
                 if left_s is None or left_s > 0:
                     self._changed.wait(left_s)
                     continue
-                self._lose(self._running)
+                self._lose(running)
             if self._on_lost is not None:
                 self._call_on_lost()
 

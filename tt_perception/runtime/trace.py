@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 from tt_perception.runtime.device import Device, load_ttnn, one_line
 from tt_perception.runtime.errors import ConfigError, DeviceError
 from tt_perception.runtime.staging import HostBuffer
+
+Keep = Callable[[str, Any], None]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar('_T')
@@ -32,11 +33,14 @@ class DeviceModel(Protocol):
     def inputs(self, variant: str) -> Mapping[str, Any]:
         """Return the device tensors that a variant reads, the same ones each time."""
 
-    def forward(self, variant: str) -> Any:
+    def forward(self, variant: str, keep: Keep) -> Any:
         """Run a variant on its inputs; return a device tensor, or a mapping of names to them.
 
         It is called twice: what the first call makes to keep must be there for the second, which
-        is captured, and must neither copy from nor to the host.
+        is captured, and must neither copy from nor to the host. The first call finds the inputs as
+        :meth:`allocate` has left them.
+
+        :param keep: to be called with name and output of every block; it raises to end the run.
         """
 
     def release(self) -> None:
@@ -73,12 +77,15 @@ class TraceRunner:
     :param on_progress: called in the thread of :meth:`prepare`, which takes minutes the first
         time, with a text such as ``compiling small (1 of 4)``.
     :param prepare_timeout_s: limit of compiling or capturing one variant.
+    :param is_cancelled: asked after every block while variants are compiled and captured; when it
+        says so, :meth:`prepare` ends by DeviceError.
     :raises ConfigError: traces are asked for where there are none.
     """
 
     def __init__(self, model: DeviceModel, device: Device, *, traced: bool, timeout_s: float,
                  on_progress: Callable[[str], None] | None = None,
-                 prepare_timeout_s: float = 1800.0):
+                 prepare_timeout_s: float = 1800.0,
+                 is_cancelled: Callable[[], bool] = lambda: False):
         if traced and not device.info['can_trace']:
             raise ConfigError('traced: found True, expected False: the mock device and slow '
                               'dispatch cannot capture traces')
@@ -90,7 +97,8 @@ class TraceRunner:
         self._prepare_timeout_s = prepare_timeout_s
         self._on_progress = on_progress or (lambda text: None)
         self._state = State.NEW
-        self._is_cancelled = threading.Event()
+        self._is_cancelled = is_cancelled
+        self._is_released = threading.Event()
         self._variants = tuple(model.variants())
         self._traces: dict[str, Any] = {}
         self._trace_bytes: dict[str, int] = {}
@@ -182,9 +190,9 @@ class TraceRunner:
     def release(self) -> None:
         """Release traces and buffers; may be repeated, also after the device was closed.
 
-        A :meth:`prepare` in another thread ends by DeviceError, after the operation at hand.
+        A :meth:`prepare` in another thread ends by DeviceError, after the block at hand.
         """
-        self._is_cancelled.set()
+        self._is_released.set()
         if self._state is State.RELEASED:
             return
         try:
@@ -263,8 +271,11 @@ class TraceRunner:
         return view.total_bytes_allocated_per_bank * view.num_banks
 
     def _forward(self, variant: str) -> Any:
-        with _interruptible(self._is_cancelled):
-            return self._model.forward(variant)
+        return self._model.forward(variant, self._check_cancelled)
+
+    def _check_cancelled(self, *_: Any) -> None:
+        if self._is_released.is_set() or self._is_cancelled():
+            raise DeviceError(f'{self._device.name}: cancelled')
 
     def _wait(self) -> None:
         self._ttnn.synchronize_device(self._device.handle)
@@ -296,7 +307,7 @@ class TraceRunner:
                                          blocking=False)
             else:
                 self._outputs.clear()
-                self._outputs[variant] = _by_name(self._model.forward(variant))
+                self._outputs[variant] = _by_name(self._model.forward(variant, _drop))
             self._wait()
         self._replayed = variant
 
@@ -357,27 +368,10 @@ class TraceRunner:
             raise
 
 
+def _drop(name: str, output: Any) -> None:
+    """Keep nothing."""
+
+
 def _by_name(outputs: Any) -> dict[str, Any]:
     """Return outputs as a mapping; a single tensor has the name ''."""
     return dict(outputs) if isinstance(outputs, Mapping) else {'': outputs}
-
-
-@contextmanager
-def _interruptible(is_cancelled: threading.Event) -> Iterator[None]:
-    """Have Python code in this thread fail at its next call once the event is set.
-
-    Compiling all operations of a graph takes minutes; this ends it after the one at hand, and
-    nothing of the graph needs to know.
-    """
-    def check(*_: Any) -> None:
-        if is_cancelled.is_set():
-            raise DeviceError('cancelled')  # Python then drops this function: it is raised once
-
-    if is_cancelled.is_set():
-        raise DeviceError('cancelled')
-    before = sys.getprofile()
-    sys.setprofile(check)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)

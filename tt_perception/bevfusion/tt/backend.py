@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,14 +18,15 @@ from tt_perception.bevfusion.sites import SiteLevels
 from tt_perception.bevfusion.tt.precision import POLICY
 from tt_perception.bevfusion.voxelize import Voxels
 from tt_perception.bevfusion.weights import NetworkWeights
-from tt_perception.runtime.device import Device
-from tt_perception.runtime.errors import ConfigError
+from tt_perception.runtime.device import OPERATION_TIMEOUT_S, Device
+from tt_perception.runtime.errors import CapacityError, ConfigError, DeviceError
 from tt_perception.runtime.model import StageClock
 from tt_perception.runtime.staging import HostBuffer
 from tt_perception.runtime.trace import TraceRunner
 
 _log = logging.getLogger(__name__)
 _TRACE_REGION_BYTES = 64 << 20
+_LONGEST_TIMEOUT_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,18 @@ class DeviceOptions:
     """Which device, and how it is used.
 
     :ivar device_id: which card, in the order of their PCI addresses.
-    :ivar device: an open ttnn device to use instead; it is not closed here.
+    :ivar device: an open ttnn device to use instead; it is not closed here. Nothing else may run
+        on it, or be allocated on it, while the backend is open: a trace would overwrite it.
     :ivar dispatch: ``auto``, ``eth`` or ``worker``, see :class:`Device`.
     :ivar timeout_s: after this time without an answer the device is given up.
+    :ivar is_cancelled: asked between blocks while kernels are compiled; true ends the loading.
     """
 
     device_id: int = 0
     device: Any = None
     dispatch: str = 'auto'
     timeout_s: float = 5.0
+    is_cancelled: Callable[[], bool] = lambda: False
 
 
 class Staging:
@@ -87,9 +92,7 @@ class TtInputs:
         """
         order = self._sites.place(voxels.coords_zyx)
         num_rows = self._sites.num_rows
-        bucket = next(i for i, layout in enumerate(self._layouts)
-                      if all(n <= cap for n, cap in zip(num_rows[:4], layout.capacities,
-                                                            strict=True)))
+        bucket = self._bucket(num_rows[:4])
         clock.lap('rulebook')
         self._staging = self._stagings.get()
         clock.lap('wait_staging')
@@ -98,10 +101,20 @@ class TtInputs:
         clock.lap('tables')
         return num_rows
 
+    def _bucket(self, num_rows: tuple[int, ...]) -> int:
+        """Return the smallest bucket that holds levels 1 to 4."""
+        for bucket, layout in enumerate(self._layouts):
+            over = [i for i, cap in enumerate(layout.capacities) if num_rows[i] > cap]
+            if not over:
+                return bucket
+        raise CapacityError(f'level {over[0] + 1}: found {num_rows[over[0]]} active rows, '
+                            f'expected at most {layout.capacities[over[0]]}')
+
     def discard(self) -> None:
         """Let the next frame have the staging; may be repeated."""
         staging, self._staging = self._staging, None
         if staging is not None:
+            self.upload = {}
             self._stagings.put(staging)
 
 
@@ -118,26 +131,33 @@ class TtBackend:
 
     def __init__(self, weights: NetworkWeights, options: DeviceOptions, num_stagings: int = 1,
                  capacities=CAPACITY_BUCKETS) -> None:
-        if not options.timeout_s > 0:
-            raise ConfigError(f'timeout_s: found {options.timeout_s}, expected more than 0')
+        if (not isinstance(options.timeout_s, (int, float))
+                or not 0 < options.timeout_s <= _LONGEST_TIMEOUT_S):
+            raise ConfigError(f'timeout_s: found {options.timeout_s!r}, expected more than 0 and '
+                              f'at most {_LONGEST_TIMEOUT_S}')
         self._network = weights.config
         self._timeout_s = options.timeout_s
+        self._stagings: queue.SimpleQueue[Staging] = queue.SimpleQueue()
+        # ttnn's own limit counts for each operation; ours is to be the one that is met.
         self._device = Device(options.device_id, external=options.device,
-                              dispatch=options.dispatch, trace_region_size=_TRACE_REGION_BYTES)
+                              dispatch=options.dispatch, trace_region_size=_TRACE_REGION_BYTES,
+                              operation_timeout_s=max(OPERATION_TIMEOUT_S, 2 * options.timeout_s))
         try:
+            if (arch := self._device.info['arch']) != 'blackhole':
+                raise DeviceError(f'{self._device.name}: found {arch}, expected blackhole')
             from tt_perception.bevfusion.tt.graph import DENSE, BEVFusionGraph, unpack
             self._dense, self._unpack = DENSE, unpack
             graph = BEVFusionGraph(weights, capacities)
             self._layouts = graph.layouts
-            self._stagings: queue.SimpleQueue[Staging] = queue.SimpleQueue()
             for _ in range(num_stagings):
                 self._stagings.put(Staging(graph.layouts, weights.config.in_channels))
             self._runner = TraceRunner(graph, self._device, timeout_s=options.timeout_s,
                                        traced=self._device.info['can_trace'],
-                                       on_progress=lambda text: _log.info('%s', text))
+                                       on_progress=lambda text: _log.info('%s', text),
+                                       is_cancelled=options.is_cancelled)
             self._runner.prepare()
         except BaseException:
-            self._device.close()
+            self.close()
             raise
 
     def new_inputs(self) -> TtInputs:
@@ -184,5 +204,6 @@ class TtBackend:
 
     def close(self) -> None:
         """Release the traces and close the device, if it was opened here."""
-        self._runner.release()
         self._device.close()
+        while not self._stagings.empty():  # ttnn complains of host memory that outlives it
+            self._stagings.get_nowait()

@@ -8,10 +8,10 @@ is, so that there is neither a scatter nor anything to clear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ttnn
 
 from tt_perception.bevfusion.columns import FrameBuffers, TableLayout
@@ -22,10 +22,11 @@ from tt_perception.bevfusion.tt.convs import (
     empty,
     empty_pairs,
     sparse_conv,
+    words,
 )
 from tt_perception.bevfusion.tt.gatherconv import Target
+from tt_perception.runtime.trace import Keep
 
-Keep = Callable[[str, Any], None]
 _ROOT = 'pts_middle_encoder'
 
 
@@ -44,10 +45,14 @@ class BucketTensors:
     @classmethod
     def allocate(cls, device, config: NetworkConfig, layout: TableLayout) -> BucketTensors:
         """Make room for a bucket in the device's DRAM."""
-        inputs = {}
-        for name, (shape, _) in FrameBuffers.shapes(layout, config.in_channels).items():
-            dtype = ttnn.bfloat16 if name == 'features' else ttnn.uint32
-            inputs[name] = empty(device, shape, dtype)
+        shapes = {name: shape for name, (shape, _)
+                  in FrameBuffers.shapes(layout, config.in_channels).items()}
+        inputs = {'features': empty(device, shapes['features'], ttnn.bfloat16),
+                  'tables': empty(device, shapes['tables'], ttnn.uint32)}
+        # The network is warmed up before a frame is written, and the memory of a card holds
+        # anything: no rows are to be found then, and no cell of the map is to have a site.
+        for name in ('out_table', 'counts'):
+            inputs[name] = words(device, np.zeros(shapes[name], np.uint32))
         rooms = [[empty_pairs(device, layout.rows_of(level), channels) for _ in range(3)]
                  for level, channels in enumerate(config.sparse_channels, 1)]
         return cls(layout, inputs, rooms)

@@ -111,7 +111,8 @@ class StockEncoder:
         self._weights: dict[str, tuple] = {}
         self._zero_rows: dict[int, Any] = {}
         self._load()
-        self.inputs = {name: self._empty(shape, dtype)
+        # Zeros: on a card these tables are followed, and its memory holds anything.
+        self.inputs = {name: self._zeros(shape, dtype)
                        for name, (shape, dtype) in self._input_shapes().items()}
         if dense_last_level:
             present = torch.ones(1 + self._rows[3], _TILE, dtype=torch.bfloat16)
@@ -246,7 +247,9 @@ class StockEncoder:
         """Return float32 tiles as rows of pairs behind a row of zeros."""
         *_, n, channels = values.shape
         pairs = ttnn.to_layout(_split(values), ttnn.ROW_MAJOR_LAYOUT)
-        zero = self._zero_rows.setdefault(channels, self._empty((1, 2 * channels)))
+        if channels not in self._zero_rows:
+            self._zero_rows[channels] = self._zeros((1, 2 * channels), ttnn.bfloat16)
+        zero = self._zero_rows[channels]
         return ttnn.concat([zero, ttnn.reshape(pairs, [n, 2 * channels])], dim=0)
 
     # Level 4 as a dense grid
@@ -319,9 +322,8 @@ class StockEncoder:
         return ttnn.from_torch(array, dtype=dtype, layout=layout, device=self._device,
                                memory_config=ttnn.DRAM_MEMORY_CONFIG)
 
-    def _empty(self, shape: tuple[int, int], dtype=ttnn.bfloat16):
-        return ttnn.allocate_tensor_on_device(ttnn.Shape(shape), dtype, ttnn.ROW_MAJOR_LAYOUT,
-                                              self._device, ttnn.DRAM_MEMORY_CONFIG)
+    def _zeros(self, shape: tuple[int, int], dtype):
+        return self._tensor(torch.zeros(shape, dtype=torch.int32), dtype, ttnn.ROW_MAJOR_LAYOUT)
 
 
 def _layer(level: int) -> str:

@@ -7,13 +7,13 @@ gathered matrix is written to DRAM. How many rows there are is read by the kerne
 a captured trace serves every frame that fits the tensors.
 
 Features are *pair rows*: bfloat16 ``[rows, 2 C]``, row-major, a row ``[hi(C) | lo(C)]`` of the
-value ``hi + lo``. The matrix unit aligns the products of eight neighbouring channels to the
-greatest one and rounds them there to 12 bits, an error of 2.5e-4 when hi is simply the value
-rounded. So hi is a multiple of a step common to the row, less than 128 steps in size, and the
-first term of the weights a multiple of a step common to eight channels, less than 32 steps: their
-products are exact, and what is rounded is small (:func:`split_rows`, :func:`split_weight`). Two
-phases of the matrix unit (HiFi2) take in all bits of such numbers. Rows made elsewhere, with 8
-bits in hi, need all four phases (HiFi4).
+value ``hi + lo``. The matrix unit, as the functional simulator has it, aligns the products of
+eight neighbouring channels to the greatest one and rounds them there to 12 bits, an error of
+2.5e-4 when hi is simply the value rounded. So hi is a multiple of a step common to the row, less
+than 128 steps in size, and the first term of the weights a multiple of a step common to eight
+channels, less than 32 steps: their products are exact, and what is rounded is small
+(:func:`split_rows`, :func:`split_weight`). Two phases of the matrix unit (HiFi2) take in all bits
+of such numbers. Rows made otherwise, with 8 bits in hi, need all four phases (HiFi4).
 """
 
 from __future__ import annotations

@@ -23,15 +23,17 @@ from tt_perception.bevfusion.columns import (
 )
 from tt_perception.bevfusion.config import CAPACITY_BUCKETS, NetworkConfig
 from tt_perception.bevfusion.detections import RawDetections
+from tt_perception.bevfusion.tt import layout
 from tt_perception.bevfusion.tt.backbone import Backbone
 from tt_perception.bevfusion.tt.convs import Table, empty, empty_pairs, words
-from tt_perception.bevfusion.tt.encoder import BucketTensors, Keep, SparseEncoder
+from tt_perception.bevfusion.tt.encoder import BucketTensors, SparseEncoder
 from tt_perception.bevfusion.tt.head import Head
 from tt_perception.bevfusion.tt.heatmap import HeatMap
 from tt_perception.bevfusion.tt.neck import Neck
 from tt_perception.bevfusion.tt.peaks import PROPOSAL_COLUMNS, Peaks
 from tt_perception.bevfusion.weights import NetworkWeights
 from tt_perception.runtime.errors import ConfigError
+from tt_perception.runtime.trace import Keep
 
 Capacities = Sequence[tuple[int, int, int, int]]
 DENSE = 'dense'
@@ -42,7 +44,7 @@ _FINE, _COARSE, _CELLS_XYZ = range(3)  # static counts
 def check_network(config: NetworkConfig) -> None:
     """Refuse a network that the kernels cannot run.
 
-    :raises ConfigError: channels of a map that are not whole tiles, too many classes.
+    :raises ConfigError: channels of a map that are not whole tiles, or what the head cannot do.
     """
     for name, channels in {'bev_channels': config.bev_channels,
                            'backbone_channels': config.backbone_channels[0],
@@ -51,9 +53,7 @@ def check_network(config: NetworkConfig) -> None:
                            'hidden_channels': config.hidden_channels}.items():
         if channels % 32:
             raise ConfigError(f'{name}: found {channels}, backend tt expects a multiple of 32')
-    if config.num_classes > 16:
-        raise ConfigError(f'num_classes: found {config.num_classes}, backend tt expects at most '
-                          '16')
+    layout.check(config)
 
 
 class BEVFusionGraph:

@@ -10,9 +10,10 @@ import ttnn
 
 from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.tt import layout
-from tt_perception.bevfusion.tt.decoder import Decoder, Keep, Linear, to_device
+from tt_perception.bevfusion.tt.decoder import Decoder, Linear, to_device
 from tt_perception.bevfusion.tt.layout import TILE, Proposal
 from tt_perception.bevfusion.tt.precision import POLICY
+from tt_perception.runtime.trace import Keep
 
 
 class Head:

@@ -7,8 +7,8 @@ import torch
 
 from tt_perception.bevfusion.config import NetworkConfig
 from tt_perception.bevfusion.tt.convs import Arrays, Table, empty_pairs, map_conv
-from tt_perception.bevfusion.tt.encoder import Keep
 from tt_perception.bevfusion.tt.gatherconv import Target
+from tt_perception.runtime.trace import Keep
 
 _ROOT = 'pts_neck.deblocks'
 

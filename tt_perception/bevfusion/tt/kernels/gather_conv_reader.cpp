@@ -47,6 +47,7 @@ void push_present(const Table& gather) {
         row[4] = value;
         row[face] = value;
     }
+    finish_stores(reinterpret_cast<uint32_t>(tile) + TILE_BYTES - 4);
     cb_push_back(CB_PRESENT, 1);
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 #include "api/dataflow/dataflow_api.h"
 #include "gather_conv.h"
+#include "l1.h"
 
 constexpr auto features_args = TensorAccessorArgs<0>();
 constexpr auto table_args = TensorAccessorArgs<features_args.next_compile_time_args_offset()>();
@@ -33,6 +34,7 @@ public:
         words(get_write_ptr(cb_table)),  // scratch: never pushed, nobody waits for it
         zeros(get_noc_addr(words + WORD_BYTES)) {
         clear(words + WORD_BYTES, ZERO_BYTES);
+        finish_stores(words + WORD_BYTES + ZERO_BYTES - 4);
     }
 
     // Brings the words of a block into L1.
@@ -55,6 +57,7 @@ public:
 private:
     static constexpr uint32_t WORD_BYTES = COLUMNS * TILE * 4;
     static constexpr uint32_t SLOT_BYTES = TAP_TILES * CHUNK_BYTES;  // an input row
+    static constexpr uint32_t STORED_BYTES = 64;  // zeros that are stored, not copied
     static constexpr uint32_t ZERO_BYTES = (GROUP % TAPS ? 1 : TAPS) * SLOT_BYTES;
 
     static void clear(uint32_t l1, uint32_t bytes) {
@@ -70,7 +73,7 @@ private:
     // Few stores, or a copy within L1.
     template <uint32_t bytes>
     void zero(uint32_t slot) {
-        if constexpr (bytes <= 64) {
+        if constexpr (bytes <= STORED_BYTES) {
             clear(slot, bytes);
         } else {
             noc_async_read<bytes>(zeros, slot, bytes);
@@ -89,6 +92,9 @@ private:
             push_tap(column(tap / TAPS), tap % TAPS, l1);
         }
         noc_async_read_barrier();
+        if constexpr (SLOT_BYTES <= STORED_BYTES) {
+            finish_stores(l1 + GROUP_TILES * TILE_BYTES - 4);
+        }
         cb_push_back(cb_rows, GROUP_TILES);
     }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vector unit: the end of a block, from sums in DST to what is packed.
 //
-// The matrix unit brings the products of eight neighbouring channels to the exponent of the
-// greatest one and rounds them there to 12 bits. So hi is not y rounded to bf16, but y rounded to
+// The matrix unit, as the functional simulator has it, brings the products of eight neighbouring
+// channels to the exponent of the greatest one and rounds them there to 12 bits. So hi is not y rounded to bf16, but y rounded to
 // a multiple of one step a row, less than 128 steps in size: such products lose nothing.
 // lo = y - hi.
 #pragma once

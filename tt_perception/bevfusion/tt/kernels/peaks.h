@@ -3,6 +3,7 @@
 // and how pages travel between DRAM and L1.
 #pragma once
 #include "api/dataflow/dataflow_api.h"
+#include "l1.h"
 
 namespace peaks {
 
@@ -110,14 +111,6 @@ private:
 inline void finish_reads() {
     noc_async_read_barrier();
     asm volatile("fence" ::: "memory");  // the barrier does not stop the compiler moving loads
-}
-
-// After it, the NoC sees what plain stores have put into L1. Stores may overtake each other on
-// their way to L1 and to the NoC's registers, so the last word is loaded again and waited for.
-inline void finish_stores(uint32_t last_word) {
-    asm volatile("fence" ::: "memory");
-    const uint32_t value = *at<volatile uint32_t>(last_word);
-    asm volatile("andi zero, %0, 0" ::"r"(value) : "memory");
 }
 
 }  // namespace peaks
