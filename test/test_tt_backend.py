@@ -611,9 +611,10 @@ def test_the_full_network_runs_in_every_bucket_on_the_mock(tmp_path):
     output = run_program('mock', '''
 from tt_perception.bevfusion.config import BEVFusionConfig
 from tt_perception.bevfusion.seeded import seeded_cloud
+from tt_perception.bevfusion.tt.backend import DeviceOptions
 from tt_perception.check import _random_weights
 with BEVFusion(_random_weights(), BEVFusionConfig.from_parameters({}), backend='tt', pipeline=1,
-               timeout_s=60.0) as model:
+               options=DeviceOptions(timeout_s=60.0)) as model:
     results = [model.submit(seeded_cloud(number)) for number in (100_000, 250_000, 340_000)]
     print(json.dumps([result.result().meta for result in results]))
     low, high = np.reshape(model.config.grid.point_cloud_range, (2, 3))
