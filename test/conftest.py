@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from tt_perception.runtime.threads import let_idle_threads_sleep
 
 let_idle_threads_sleep()  # here, because test modules load torch
+# A shell that starts this in the background has Ctrl-C ignored, and so would everything below.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 

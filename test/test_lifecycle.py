@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+import sys
 import threading
 import time
 
@@ -230,6 +231,7 @@ def test_long_work_hands_on_its_result_and_its_exception(make_node):
 
 def test_long_work_is_abandoned_when_the_process_is_to_end(make_node, monkeypatch):
     monkeypatch.setattr(lifecycle, '_STOP_GRACE_S', 0.1)
+    monkeypatch.delitem(sys.modules, 'ttnn', raising=False)  # of other tests: it is waited for
     stop = threading.Event()
     node = make_node(stop=stop)
     is_released = threading.Event()
@@ -242,7 +244,6 @@ def test_long_work_is_abandoned_when_the_process_is_to_end(make_node, monkeypatc
 
 
 def test_C07_an_accelerator_is_waited_for(make_node, monkeypatch):
-    import sys
     monkeypatch.setattr(lifecycle, '_STOP_GRACE_S', 0.05)
     monkeypatch.setitem(sys.modules, 'ttnn', object())
     stop = threading.Event()

@@ -50,6 +50,7 @@ _WHY_MOVED = {  # why the graph has operations that compute nothing
     'concat': 'parts become one tensor, which is read back at once',
     'typecast': 'attention takes bfloat16',
     'reshape': 'rows change their width',
+    'mean': 'what all cells share; zeros fill up the last tile',
 }
 _ROUND_TRIPS = ('Between convolutions, features go through DRAM: the rows that a core gathers '
                 'come from others, and L1 is taken by weights, gathered rows and tiles.')
