@@ -228,6 +228,7 @@ def _detect(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from tt_perception import check
+    logging.getLogger('tt_perception.runtime').setLevel(logging.WARNING)  # the table says it all
     result = check.check(args.device, clouds=args.cloud, weights=args.weights,
                          columns=args.columns)
     lines = None if args.all else check.SHORT_TABLE

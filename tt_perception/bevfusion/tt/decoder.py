@@ -172,8 +172,8 @@ class Decoder:
         over the cells, and what that takes from the attention's output, float32 [1, 1, 1, C].
 
         The attention rounds its running result once for every chunk of keys, and most of that
-        result is what all cells have in common. Without it, the same roundings lose a fifth as
-        much. A softmax does not see what is common to all keys, and the common value passes
+        result is what all cells have in common. Without it, the same roundings lose less. A
+        softmax does not see what is common to all keys, and the common value passes
         through it as it is.
 
         Two copies of the map are needed: into tiles, which the matrix unit takes, and sorted by
